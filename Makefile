@@ -17,7 +17,7 @@ ARGS ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table versions clean
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table versions docs notebooks wheel wheel-check clean
 .NOTPARALLEL:
 # How .venv, or the environment of PYTHON, gets what a command needs; and make cuda.
 include .ci/environment.mk .ci/cuda.mk
@@ -68,10 +68,13 @@ test-kernels: needs-test $(READY)
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
 
 #: make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric, peft and
-#:                TRL and write which versions they ran with into docs/integrations.md
+#:                TRL and write which versions they ran with into docs/integrations.md; measure
+#:                each family of models for docs/models.md
 integrations-table: needs-integrations $(READY)
 	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
 	  $(PYTEST) $(ARGS) ../../tests/integrations
+	@$(RUN) ../../examples/model_table.py --out "$(CURDIR)/bench/results/cpu/model-table.json"
+	@cd "$(CURDIR)" && PYTHONPATH=. "$(PY)" -P -m mixprec.bench report
 
 #: make versions run the tests with each version of Python and torch that docs/install.md lists
 #:               (ARGS="3.13-2.15": with these), in build/versions/; writes that table
@@ -81,6 +84,21 @@ versions: needs-build $(READY)
 #: make test-all     run all of these, and the casts of every input
 test-all:
 	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow SLOWLY="slow or exhaustive" && $(MAKE) test-kernels)
+
+#: make wheel   build in dist/ an sdist and, for each Python of this machine from 3.10 on, a wheel
+#:              (ARGS="3.11": for this one); make wheel-check installs each where there is no
+#:              compiler, with the oldest and the newest torch, and runs it
+wheel wheel-check:
+	$(call TIMED,"$(or $(PYTHON),$(PYTHON3))" .ci/wheels.py $(if $(filter wheel,$@),build,check) $(ARGS))
+
+#: make docs    build the documentation site in build/docs; warnings and broken links are errors
+docs: needs-docs $(READY) $(DOCS_READY)
+	@$(RUN) -m sphinx -q -W --keep-going -b html "$(CURDIR)/docs" "$(CURDIR)/build/docs" $(ARGS)
+	@echo "the site: build/docs/index.html"
+
+#: make notebooks  run the notebooks of docs/, whose sources are the .py files, and store their output
+notebooks: needs-docs $(READY) $(DOCS_READY)
+	@$(RUN) -m jupytext --to ipynb --run-path . --execute "$(CURDIR)"/docs/notebooks/*.py
 
 #: make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors
 lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built

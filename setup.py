@@ -3,6 +3,7 @@
 MIXPREC_BUILD=auto|cpu|cuda  what to build (auto: everything that this machine can build)
 TORCH_CUDA_ARCH_LIST=9.0a    for which GPUs (default: the one at hand, else every generation)
 MIXPREC_WERROR=1             C++ warnings are errors (lint and CI only)
+MIXPREC_WHEEL=1              what runs with every torch from 2.11 on: no allocator, no CUDA kernels
 MAX_JOBS=N                   parallel compilations (default: cores, at most one per 4 GB of RAM)
 """
 
@@ -39,6 +40,8 @@ from torch.utils.cpp_extension import (  # noqa: E402
 )
 
 BUILD = os.environ.get("MIXPREC_BUILD", "auto")
+WHEEL = os.environ.get("MIXPREC_WHEEL") == "1"
+HAS_ALLOCATOR = sys.platform == "linux" and not WHEEL  # of mremap
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads with later versions of torch too
 # All supported generations; the last one also as PTX for later GPUs.
 GPUS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
@@ -60,6 +63,8 @@ def nvcc_version() -> tuple[int, int] | None:
 
 def why_no_cuda() -> str:
     """The reason that the CUDA kernels are not built; empty if they are."""
+    if WHEEL:
+        return "wheels have none"
     if BUILD == "cpu":
         return "MIXPREC_BUILD=cpu"
     if torch.version.cuda is None:
@@ -256,7 +261,7 @@ setup(
     },
     ext_modules=[
         cpu_extension(),
-        *([allocator_extension()] if sys.platform == "linux" else []),  # mremap
+        *([allocator_extension()] if HAS_ALLOCATOR else []),
         *([] if NO_CUDA else cuda_extensions()),
     ],
     cmdclass={"build_ext": Build},

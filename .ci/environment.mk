@@ -14,6 +14,7 @@ PY := $(CURDIR)/.venv/bin/python
 KEY := venv
 READY := .venv/.built
 LINT_READY := .venv/.lint
+DOCS_READY := .venv/.docs
 NEEDS =
 WITH := PATH="$(CURDIR)/.venv/bin:$$PATH"
 else
@@ -25,6 +26,7 @@ endif
 KEY := $(or $(shell "$(PY)" .ci/environment.py key 2>/dev/null),none)
 READY := build/ext/$(KEY)/.built
 LINT_READY :=
+DOCS_READY :=
 NEEDS = @"$(PY)" .ci/environment.py packages pip setuptools torch $(1)
 # The environment is not written to, not even byte code.
 WITH := PYTHONDONTWRITEBYTECODE=1 PATH="$(dir $(PY)):$$PATH" \
@@ -37,12 +39,13 @@ RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
 # What commands take from an environment that is only read, as modules.
 PACKAGES_build :=
-PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes
+PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes mini_racer selenium
 PACKAGES_integrations := pytest hypothesis numpy transformers accelerate lightning peft trl datasets
 PACKAGES_gpu-test := pytest pytest_xdist hypothesis numpy rich matplotlib
 PACKAGES_demo := rich matplotlib
 PACKAGES_lint := ruff mypy clang_format
-NEEDED := $(addprefix needs-,build test integrations gpu-test demo lint)
+PACKAGES_docs := sphinx myst_nb furo sphinx_copybutton jupytext ipykernel
+NEEDED := $(addprefix needs-,build test integrations gpu-test demo lint docs)
 .PHONY: $(NEEDED)
 $(NEEDED): needs-%:
 	$(call NEEDS,$(PACKAGES_$*))
@@ -68,8 +71,8 @@ $(TORCH_READY):
 	@touch $@
 	@[ "$$MIXPREC_WERROR" != 1 ] || { mkdir -p build/werror/venv && touch build/werror/venv/.built; }
 
-.venv/.lint: .venv/.built
-	$(PIP) $$("$(PY)" .ci/environment.py lint)
+.venv/.lint .venv/.docs: .venv/.%: .venv/.built
+	$(PIP) $$("$(PY)" .ci/environment.py extra $*)
 	@touch $@
 
 # setuptools keeps its intermediate files under build_base; Python files that are gone from the

@@ -1,7 +1,7 @@
-"""What make asks the Python environment that runs this: `key`, `packages NAME ...` or `lint`.
+"""What make asks the Python environment that runs this: `key`, `packages NAME ...`, `extra NAME`.
 
 key: tells builds for different interpreters and torches apart. packages: which of them are not
-there, in one line. lint: the tools of the extra "lint".
+there, in one line. extra: what an extra of mixprec installs.
 """
 
 import hashlib
@@ -9,7 +9,10 @@ import importlib.metadata as metadata
 import importlib.util
 import sys
 
-MODULES = {"pytest_xdist": "xdist"}  # where it is not the name of the package
+MODULES = {
+    "pytest_xdist": "xdist",
+    "mini_racer": "py_mini_racer",
+}  # where it is not the name of the package
 
 
 def key() -> None:
@@ -29,9 +32,10 @@ def packages(*names: str) -> None:
         )
 
 
-def lint() -> None:
-    extra = '; extra == "lint"'
-    print(*(r.removesuffix(extra) for r in metadata.requires("mixprec") or () if r.endswith(extra)))
+def extra(name: str) -> None:
+    marker = f'; extra == "{name}"'
+    wanted = [r for r in metadata.requires("mixprec") or () if r.endswith(marker)]
+    print(*(r.removesuffix(marker) for r in wanted))
 
 
-{"key": key, "packages": packages, "lint": lint}[sys.argv[1]](*sys.argv[2:])
+{"key": key, "packages": packages, "extra": extra}[sys.argv[1]](*sys.argv[2:])

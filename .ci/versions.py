@@ -10,12 +10,13 @@ has no torch, or this machine no Python, is "not run", with the reason.
 
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from pythons import ENVIRONMENT, NotToBeHad, interpreter, output
 
 from mixprec.bench import report, results, versions
 from mixprec.bench.environment import commit
@@ -27,39 +28,8 @@ PAIRS = ("3.10-2.11", "3.11-2.13", "3.12-2.15", "3.13-2.15", "3.14-2.15")
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / results.CPU / "versions.json"
 FOLDER = ROOT / "build" / "versions"
-# What the make above set is not for the programs that this one starts.
-DROP = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in DROP} | {"MIXPREC_BUILD": "cpu"}
 COMMIT = commit() or ""  # asked now, for the first result changes a file
 SHOWN = ("python", "torch", "processor", "commit", "date")
-
-
-class NotToBeHad(Exception):
-    """The reason that a pair does not run here."""
-
-
-def output(*command: object) -> str:
-    """What a command prints; nothing if it fails or is not there."""
-    words = [str(word) for word in command]
-    try:
-        run = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
-    except OSError:
-        return ""
-    return run.stdout.strip() if run.returncode == 0 else ""
-
-
-def interpreter(version: str) -> str:
-    """A Python of this version: on PATH, of pyenv, or of uv."""
-    found = [f"python{version}"]
-    for name in output("pyenv", "versions", "--bare").split():
-        if name.startswith(f"{version}."):
-            found.append(f"{output('pyenv', 'prefix', name)}/bin/python")
-    found.append(output("uv", "python", "find", "--no-python-downloads", version))
-    asked = "import sys; print('%d.%d' % sys.version_info[:2])"
-    for python in found:  # a program of this name may be a stand-in that only prints an error
-        if python and output(python, "-c", asked) == version:
-            return python
-    raise NotToBeHad(f"no Python {version} on PATH, in pyenv or in uv")
 
 
 def packages_of_tests() -> list[str]:

@@ -18,6 +18,7 @@ from . import (
     accuracy,
     audit,
     device,
+    families,
     footprint,
     head,
     pages,
@@ -236,13 +237,16 @@ OF_A_FILE: dict[str, Block] = {
     "audit-cost": audit.cost,
     "audit-errors": audit.errors,
     "plan-study": plan.study,
+    "plan-regret": plan.regret,
     "plan-choice": plan.choice,
+    "outliers-study": plan.outliers,
     "lean": lean,
     "footprint": footprint.block,
     "profile": profile.block,
     "head": head.block,
     "underflow": underflow.block,
     "versions": versions.block,
+    "model-table": families.block,
 }
 
 

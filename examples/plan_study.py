@@ -2,29 +2,25 @@
 
     python examples/plan_study.py --out bench/results/cpu/plan-study.json
 
-Each model is trained in FP32, then continued from that checkpoint for 100 steps, once in FP32 and
-once with each assignment, on the same batches. Half of the assignments mix formats of 4, 8 and 16
-bits in random shares, half have 4 bits in half of the FLOPs. Predicted is the growth of the loss
-that mixprec.plan has for the assignment; measured is that of the mean loss over the validation
+Each model is trained in FP32, then continued from that checkpoint for 100 steps, in FP32 and with
+each assignment, on the same batches, in two orders. Half of the assignments mix formats of 4, 8
+and 16 bits in random shares, half have 4 bits in half of the FLOPs. Predicted is the growth of the
+loss that mixprec.plan has for the assignment; measured is that of the mean loss over the validation
 data, in the formats of the assignment, against the run in FP32.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
+import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from needs import needs
-from plan_tasks import MODELS, Task
-
-from mixprec.bench.environment import environment
+from plan_tasks import Task, report
 
 # Written before the first run.
-SEEDS, MIXED, EQUAL = 5, 50, 50
+ORDERS, MIXED, EQUAL = 2, 50, 50
 FOUR, MORE = ("mxfp4", "nvfp4-1x16"), ("mxfp8", "fp8", "bf16")
 # What may be in the order of the measured losses: "low", the FLOPs weighted by the bits saved.
 KEYS = ("predicted", "first order", "low")
@@ -49,23 +45,21 @@ def assignments(plan: Any, draws: random.Random, mixed: int, equal: int) -> list
     return found
 
 
-def study(name: str, mixed: int, equal: int, seeds: int) -> dict[str, Any]:
+def study(name: str, mixed: int, equal: int, orders: int = ORDERS) -> dict[str, Any]:
     task = Task(name)
     plan = task.plan({"loss": 1e9}, FOUR + MORE)
     program = plan.program()
-    exact = task.run(None)
+    exact = [task.run(None, order) for order in range(orders)]
     rows = assignments(plan, random.Random(0), mixed, equal)
-    again = [plan.replaced(row["recipes"]) for row in (*rows[:2], *rows[mixed : mixed + 2])]
     for row in rows:
         chosen = row["recipes"]
         row["predicted"] = program.value("loss", chosen)
         forward = ((name, products["forward"]) for name, products in chosen.items())
         row["first order"] = abs(sum(plan.measured[name]["first"][r] for name, r in forward))
         replaced = plan.replaced(chosen)
-        row["measured"], row["recipes"] = task.run(replaced) - exact, replaced.recipes
-    # What another seed of stochastic rounding changes, of the first assignments of both kinds.
-    noise = [[task.run(other, seed) - exact for seed in range(seeds)] for other in again]
-    return {"fp32": exact, "rows": rows, "noise": noise, "measured": plan.measured}
+        row["orders"] = [task.run(replaced.apply, i) - loss for i, loss in enumerate(exact)]
+        row["measured"], row["recipes"] = statistics.fmean(row["orders"]), replaced.recipes
+    return {"fp32": exact, "rows": rows, "measured": plan.measured}
 
 
 def spearman(rows: list[dict[str, Any]], key: str) -> tuple[float, float, float]:
@@ -81,28 +75,22 @@ def spearman(rows: list[dict[str, Any]], key: str) -> tuple[float, float, float]
     return float(spearmanr(*zip(*pairs, strict=True)).statistic), values[25], values[974]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    given = parser.parse_args()
-    report: dict[str, Any] = {"models": {}, "environment": environment(quick=False)}
-    for name in given.models:
-        start = time.perf_counter()
-        found = report["models"][name] = study(name, MIXED, EQUAL, SEEDS)
-        found["spearman"] = {}
-        for kind in ("mixed", "equal"):
-            rows = [row for row in found["rows"] if row["kind"] == kind]
-            spread = sorted(row["measured"] for row in rows)
-            print(f"{name:5} {kind:6} loss {spread[0]:+.4f} to {spread[-1]:+.4f}", end="")
-            found["spearman"][kind] = {key: spearman(rows, key) for key in KEYS}
-            for key, (value, low, high) in found["spearman"][kind].items():
-                print(f"  {key} {value:.2f} ({low:.2f} to {high:.2f})", end="")
-            print(f"  {time.perf_counter() - start:.0f} s", flush=True)
-        print("      noise", [f"{min(n):+.4f} to {max(n):+.4f}" for n in found["noise"]])
-    if given.out:
-        given.out.write_text(json.dumps(report))
+def measure(name: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    found = study(name, MIXED, EQUAL)
+    found["spearman"] = {}
+    for kind in ("mixed", "equal"):
+        rows = [row for row in found["rows"] if row["kind"] == kind]
+        spread = sorted(row["measured"] for row in rows)
+        print(f"{name:5} {kind:6} loss {spread[0]:+.4f} to {spread[-1]:+.4f}", end="")
+        found["spearman"][kind] = {key: spearman(rows, key) for key in KEYS}
+        both = [dict(zip(("one", "measured"), row["orders"], strict=True)) for row in rows]
+        found["spearman"][kind]["orders"] = spearman(both, "one")
+        for key, (value, low, high) in found["spearman"][kind].items():
+            print(f"  {key} {value:.2f} ({low:.2f} to {high:.2f})", end="")
+        print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    report(__doc__, ("gpt", "vit", "mlp"), measure)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from image_data import digit_images, glyph_images
 from image_models import ViT
 
 import mixprec
+from mixprec.bench.environment import environment
 
 # Written before the first run.
 BEFORE, STEPS, LR = 300, 100, 1e-3
@@ -136,6 +140,20 @@ MODELS: dict[str, Callable[[], Any]] = {
 SMALL: dict[str, Callable[[], Any]] = {"text": text, "digits": digits, "regression": regression}
 
 
+def report(what: str | None, names: Iterable[str], measure: Callable[[str], Any]) -> None:
+    """The program of a study: measure(name) of each model, written to --out after each."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--out", type=Path)
+    names = list(names)
+    parser.add_argument("--models", nargs="+", default=names, choices=[*(MODELS | SMALL)])
+    given = parser.parse_args()
+    found: dict[str, Any] = {"models": {}, "environment": environment(quick=False)}
+    for name in given.models:
+        found["models"][name] = measure(name)
+        if given.out:
+            given.out.write_text(json.dumps(found))
+
+
 class Task:
     """A model at the checkpoint, and its data."""
 
@@ -164,16 +182,18 @@ class Task:
             steps=len(self.after),
         )  # fmt: skip
 
-    def run(self, plan: Any, seed: int = 0) -> float:
-        """The validation loss after the steps; plan None: in FP32."""
+    def run(self, apply: Callable[[Any], object] | None, order: int = 0) -> float:
+        """The validation loss after the steps, of the model after apply(model); None: in FP32.
+        order: the seed of the order of the batches, 0: as they are, and of stochastic rounding."""
         model = copy.deepcopy(self.model)
-        if plan is not None:
-            plan.apply(model)
+        if apply is not None:
+            apply(model)
         optimizer = self._optimizer(model)
         optimizer.load_state_dict(copy.deepcopy(self.state))
-        torch.manual_seed(seed)
-        for batch in self.after:
-            self._step(model, optimizer, batch)
+        torch.manual_seed(order)
+        places = torch.randperm(len(self.after)) if order else torch.arange(len(self.after))
+        for i in places.tolist():
+            self._step(model, optimizer, self.after[i])
         with torch.no_grad():
             losses = [float(model(*batch)) for batch in self.held_out]
         return sum(losses) / len(losses)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .diagnostics.audit.report import Audit, audit
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
-    from .diagnostics.plan.plan import Plan, plan
+    from .diagnostics.outliers import choose_outliers
+    from .diagnostics.plan.plan import Plan
+    from .diagnostics.plan.planning import plan
     from .diagnostics.report import Report
     from .frozen import freeze
     from .lean_training import lean
@@ -63,6 +65,7 @@ __all__ = [
     "autocast",
     "bisect",
     "cast_parameters",
+    "choose_outliers",
     "compare",
     "compress_saved",
     "convert",
@@ -117,6 +120,7 @@ _DEFINED_IN = {
     "autocast": "nn.autocast",
     "bisect": "diagnostics.audit.diff",
     "cast_parameters": "nn.cast",
+    "choose_outliers": "diagnostics.outliers",
     "compare": "diagnostics.compare",
     "compress_saved": "memory.compress_saved",
     "convert": "nn.convert",
@@ -126,7 +130,7 @@ _DEFINED_IN = {
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",
     "memory_report": "diagnostics.memory_report",
-    "plan": "diagnostics.plan.plan",
+    "plan": "diagnostics.plan.planning",
     "reuse_weights": "nn.reuse_weights",
     "save_checkpoint": "checkpoint",
     "unconvert": "nn.unconvert",

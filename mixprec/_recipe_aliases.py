@@ -46,6 +46,7 @@ _WEIGHTS = (
     "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
 )
 _NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4-1x16" and "mxfp4"'
+_NF4 = 'it is for weights that do not change: mixprec.freeze(model, "nf4")'
 _WHICH_FP4 = 'it names no scales: "nvfp4-1x16" (blocks of 16) or "mxfp4" (blocks of 32)'
 _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
@@ -57,6 +58,7 @@ _REFUSED = {
     "o1": '"fp16" with a mixprec.GradScaler computes in the same precision',
     "tf32": 'it is for FP32 layers: torch.set_float32_matmul_precision("high"), without convert',
     "int8": 'it is not for training; mixprec.freeze(model, "int8") is for inference',
+    **dict.fromkeys(("nf4", "qlora"), _NF4),
     "int4": _NO_INT4,
     "fp4": _WHICH_FP4,
 }

@@ -20,6 +20,7 @@ from . import _random_state
 from ._atomic import replace_file
 from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
 from ._local_gradients import is_sharded
+from .nn._layer import Layer
 
 # What torch.compile(module) puts into the names of the module's entries.
 _COMPILED = "_orig_mod."
@@ -136,7 +137,8 @@ def _state_of(name: str, part: Any) -> Any:
 
 def _with_names_of(model: Any, saved: Any) -> Any:
     """A state dict with `model`'s own names, whichever of the two torch.compile has renamed."""
-    own = {key.replace(_COMPILED, ""): key for key in model.state_dict()}
+    names = (*model.state_dict(), *_not_chosen(model))
+    own = {key.replace(_COMPILED, ""): key for key in names}
     if not isinstance(saved, dict) or own.keys() == saved.keys() == set(own.values()):
         return saved
     plain = {key.replace(_COMPILED, ""): value for key, value in saved.items()}
@@ -159,12 +161,22 @@ def _parts(**arguments: Any) -> dict[str, Any]:
     return parts
 
 
+def _not_chosen(model: Any) -> set[str]:
+    """The names of outliers that a layer has none of yet, and loads."""
+    return {
+        f"{name}.outliers".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, Layer) and module.recipe.outliers and module.outliers is None
+    }
+
+
 def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> None:
     """ValueError unless model.load_state_dict(saved) can load every value without loss."""
     own = model.state_dict()
     if not isinstance(saved, dict):
         raise ValueError(f"{where} must be a state dict, got {type(saved).__name__}")
-    for verb, names in (("lacks", own.keys() - saved.keys()), ("adds", saved.keys() - own.keys())):
+    more = saved.keys() - own.keys() - _not_chosen(model)
+    for verb, names in (("lacks", own.keys() - saved.keys()), ("adds", more)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(f"{where} {verb} {len(names)} entries: {shown}")

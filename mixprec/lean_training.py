@@ -90,7 +90,8 @@ def lean(
             stacklevel=2,
         )
     # These raise before the model is changed.
-    Recipe.parse(recipe)
+    if Recipe.parse(recipe).outliers:
+        raise ValueError(f"lean: recipe must have no outliers, which are not chosen, got {recipe}")
     AdamW([nn.Parameter(torch.zeros(1))], lr, **options)
     plain = torch.optim.AdamW(model.parameters())
 

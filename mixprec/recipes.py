@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from . import _recipe_aliases, formats
+from . import _recipe_aliases
+from ._recipe_checks import AMAX_OF, BLOCKS, GEMMS, GRANULARITIES, ROLES, SCALINGS, Checked
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from .ops._reference import block_formats
 
 __all__ = [
-    *("AMAX_OF", "BLOCKS", "GEMMS", "GRANULARITIES", "READ_BY", "RECIPES", "ROLES", "SCALINGS"),
-    "Recipe",
+    "AMAX_OF",
+    "BLOCKS",
+    "GEMMS",
+    "GRANULARITIES",
+    "OUTLIERS",
+    "PREFIXES",
+    "READ_BY",
+    "RECIPES",
 ]
+__all__ += ["ROLES", "SCALINGS", "Recipe"]
 
-GEMMS = ("forward", "grad_input", "grad_weight")
-BLOCKS = ("mx", "nvfp4")  # the granularities of block formats
-GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
-SCALINGS = ("current", "delayed")
-AMAX_OF = ("max", "most_recent")
-ROLES = ("x", "w", "g")
 # The products that read an operand: the first as it is, the second its transpose.
 READ_BY = {
     "x": ("forward", "grad_weight"),
@@ -30,12 +33,13 @@ READ_BY = {
     "g": ("grad_input", "grad_weight"),
 }
 DELAYED_ROLES = ("x", "g")  # a weight is scaled by its current amax
-_OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
-_NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
+# Of the recipe of a product in names like "fp8+gw-bf16".
+PREFIXES = {"grad_input": "gi-", "grad_weight": "gw-"}
+_OUTLIERS = "outliers-"
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, eq=False)
+class Recipe(Checked):
     """The formats and scales of activation x, weight w and incoming gradient g.
 
         forward      y           = x @ w^T      operands x, w
@@ -76,6 +80,17 @@ class Recipe:
     backward products read: with a grad_weight in bf16, x in bf16. Neither fp16, which needs loss
     scaling, nor, in products, delayed scaling.
 
+    outliers: of the K input features of a linear layer, the share (0.01: one in a hundred, rounded
+    up) that all three products read in bf16: with the indices O of these features and the other
+    ones R,
+
+        y           = q(x_R) @ q(w_R)^T + bf16(x_O) @ bf16(w_O)^T   one FP32 sum, rounded once
+        grad of x   = q(g) @ q(w_R) in columns R,    bf16(g) @ bf16(w_O) in columns O
+        grad of w   = q(g)^T @ q(x_R) in columns R,  bf16(g)^T @ bf16(x_O) in columns O
+
+    where q casts x_R and w_R as x and w with zeros in columns O, so that scales and blocks are
+    those of the other features. Layers keep O in a buffer, which `mixprec.choose_outliers` sets.
+
     clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
     become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
     they become Inf.
@@ -109,145 +124,32 @@ class Recipe:
     scale_mode: str = "rceil"
     stochastic_rounding: tuple[str, ...] = ()
     hadamard: bool = False
+    outliers: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(
-                f"Recipe: name must be a string that says something, got {self.name!r}"
-            )
-        for role in ROLES:
-            self._set(role, formats.parse(getattr(self, role), who=f"Recipe: {role}"))
-            self._one_of(f"{role}_granularity", GRANULARITIES)
-        self._one_of("scaling", SCALINGS)
-        self._one_of("scale_mode", block_formats.SCALE_MODES)
-        for field in ("power_of_two_scale", "clip_activations", "hadamard"):
-            self._is(field, isinstance(getattr(self, field), bool), "True or False")
-        if isinstance(self.fast_accum, bool):
-            self._set("fast_accum", GEMMS if self.fast_accum else ())
-        self._some_of("fast_accum", GEMMS, "True, False or ")
-        self._some_of("stochastic_rounding", ROLES)
-        self._check_formats()
-        self._check_blocks()
-        self._check_delayed()
-        self._check_products()
+    def __eq__(self, other: object) -> bool:
+        # By a string: torch.compile makes a float that differs between models unknown.
+        return isinstance(other, Recipe) and bool(self._key == other._key)
 
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)  # the way to normalise a field when frozen
-
-    def _is(self, field: str, valid: bool, meaning: str) -> None:
-        if not valid:
-            got = getattr(self, field)
-            raise ValueError(f"Recipe {self.name}: {field} must be {meaning}, got {got!r}")
-
-    def _one_of(self, field: str, valid: tuple[str, ...]) -> None:
-        self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
-
-    def _some_of(self, field: str, names: tuple[str, ...], more: str = "") -> None:
-        """A collection of names, as a tuple in their order."""
-        given = getattr(self, field)
-        listed = not isinstance(given, str) and isinstance(given, Iterable)
-        self._is(field, listed and set(given) <= set(names), f"{more}some of {names}")
-        self._set(field, tuple(name for name in names if name in given))
-
-    def _check_formats(self) -> None:
-        is_scaled = all(fmt.bits <= 8 for fmt in (self.x, self.w, self.g))
-        if not is_scaled and not self.x == self.w == self.g:
-            raise ValueError(
-                f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, or all block formats, "
-                f"got x {self.x}, w {self.w}, g {self.g}"
-            )
-        no_clip = f"False: it is for outputs of fp16 operands, and x is {self.x}"
-        self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
-        if is_scaled:
-            return
-        free = ("clip_activations", "products")
-        others = [field.name for field in fields(self)[4:] if field.name not in free]
-        self._are_default(others, f"{self.x} operands have no scale (FP8 formats: e4m3, e5m2)")
-
-    def _check_blocks(self) -> None:
-        """Settings of block formats, all three or none."""
-        if self.x.bits > 8:
-            return
-        granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
-        blocks = any(granularity in BLOCKS for granularity in granularities.values())
-        more = ", because all three operands have block formats or none" if blocks else ""
-        for role, granularity in granularities.items():
-            fmt = getattr(self, role)
-            allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
-            if not blocks and fmt in (E4M3, E5M2):
-                allowed = [*GRANULARITIES]
-            meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
-            self._is(f"{role}_granularity", granularity in allowed, meaning)
-        if blocks:
-            self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
-            if {*granularities.values()} == {"nvfp4"}:
-                self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
-        else:
-            self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
-
-    def _are_default(self, names: Iterable[str], reason: str) -> None:
-        for field in fields(self):
-            if field.name in names:
-                given = getattr(self, field.name)
-                self._is(field.name, given == field.default, f"{field.default!r}: {reason}")
-
-    def _check_delayed(self) -> None:
-        """Settings of delayed scaling only."""
-        if self.scaling == "current":
-            for field, nothing in (("history", None), ("amax_of", None), ("margin", 0)):
-                given = getattr(self, field)
-                self._is(field, given == nothing, f"{nothing} unless scaling is 'delayed'")
-            return
-        for role in ROLES:
-            field = f"{role}_granularity"
-            per_tensor = getattr(self, field) == "tensor"
-            self._is(field, per_tensor, "'tensor', the only one that delayed scaling has")
-        if self.history is None:
-            self._set("history", 16)
-        if self.amax_of is None:
-            self._set("amax_of", "max")
-        self._one_of("amax_of", AMAX_OF)
-        length = self.history
-        whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
-        self._is("history", whole, "an int of 1 or more")
-        whole = isinstance(self.margin, int) and not isinstance(self.margin, bool)
-        self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
-
-    def _check_products(self) -> None:
-        """products, as a tuple in their order, without those that are as this recipe."""
-        given, names = self.products, GEMMS[1:]
-        valid = isinstance(given, (Mapping, tuple)) and {*dict(given)} <= {*names}
-        self._is("products", valid, f'recipes of some of {names}, as {{"grad_weight": "bf16"}}')
-        own = replace(self, products=()) if given else self
-        self._set("_own", own)
-        parsed = {name: Recipe.parse(recipe) for name, recipe in dict(given).items()}
-        for name, recipe in parsed.items():
-            what = f"Recipe {self.name}: products: {name}"
-            if recipe.products:
-                raise ValueError(f"{what} must be a recipe without products, got {recipe.name}")
-            if replace(recipe, name=self.name) == own:
-                continue
-            if FP16 in (self.x, recipe.x):
-                raise ValueError(
-                    f"{what} must not be {recipe.name} beside {self.x}: if one product is in fp16, "
-                    "which needs loss scaling, all three are"
-                )
-            if recipe.is_delayed:
-                raise ValueError(
-                    f"{what} must not have delayed scaling, whose state is that of a layer's own "
-                    f"recipe, got {recipe.name}"
-                )
-        kept = ((name, parsed[name]) for name in names if name in parsed)
-        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=self.name) != own)
-        self._set("products", tuple(others))
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def product(self, name: str) -> Recipe:
-        """How "forward", "grad_input" or "grad_weight" is computed: a recipe without `products`,
-        this one if it has none."""
-        if not self.products:
-            return self
-        own: Recipe = self._own  # type: ignore[attr-defined]
+        """How "forward", "grad_input" or "grad_weight" is computed: a recipe without `products` and
+        `outliers`, this one if it has none."""
+        own: Recipe = self._own
         return dict(self.products).get(name, own)
+
+    @property
+    def without_outliers(self) -> Recipe:
+        """For layers that cannot have them."""
+        if not self.outliers:
+            return self
+        kept = (part for part in self.name.split("+") if not part.startswith(_OUTLIERS))
+        return replace(self, name="+".join(kept), outliers=0.0)
+
+    def outlier_count(self, features: int) -> int:
+        """How many of so many input features are outliers."""
+        return math.ceil(self.outliers * features - 1e-9)  # 0.07 * 100 is above 7
 
     def casts(self, role: str) -> tuple[Recipe, Recipe]:
         """How the operand "x", "w" or "g" is cast: as it is, and its transpose, for the two
@@ -318,9 +220,11 @@ class Recipe:
         return any(recipe.stochastic_rounding for recipe in self._each)
 
     def __str__(self) -> str:
-        if self.products:
-            others = (f"{name} in {recipe}" for name, recipe in self.products)
-            return "; ".join([str(self.product("forward")), *others])
+        if self.products or self.outliers:
+            parts = [str(self.product("forward"))]
+            parts += [f"{name} in {recipe}" for name, recipe in self.products]
+            parts += [f"{self.outliers:.2%} of the features in bf16"] if self.outliers else []
+            return "; ".join(parts)
         if not self.is_scaled:
             parts = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
             return ", ".join([*parts, *(["clip_activations"] if self.clip_activations else [])])
@@ -366,7 +270,8 @@ class Recipe:
         """Return `recipe` itself, or the recipe of that name or alias.
 
         Names: those of `RECIPES`. With "+gi-" or "+gw-" and another name, the grad_input or the
-        grad_weight product is computed by that: "fp8-rowwise+gw-bf16". Aliases: the names used by
+        grad_weight product is computed by that: "fp8-rowwise+gw-bf16". With "+outliers-" and a
+        number, it has these `outliers`: "mxfp4+outliers-0.01". Aliases: the names used by
         Keras ("mixed_bfloat16"), of jmp ("params=float32,compute=bfloat16,output=float32"), of
         torch's dtypes, of torchao, Megatron and Transformer Engine ("hybrid"); all in
         `mixprec._recipe_aliases`, upper or lower case, with "-" or "_". ValueError lists the names,
@@ -384,23 +289,27 @@ class Recipe:
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
 
 
-_PREFIXES = {"grad_input": "gi-", "grad_weight": "gw-"}
-
-
 def _mixed(given: str, first: str, *others: str) -> Recipe:
-    """The recipe of a name like "fp8-rowwise+gw-bf16"."""
-    own, products = Recipe.parse(first), {}
-    for name, prefix in _PREFIXES.items():
-        found = [other.removeprefix(prefix) for other in others if other.startswith(prefix)]
-        if len(found) == 1:
-            products[name] = Recipe.parse(found[0])
-    if len(products) < len(others):
+    """The recipe of a name like "fp8-rowwise+gw-bf16+outliers-0.01"."""
+    own = Recipe.parse(first)
+    found: dict[str, str] = {}
+    for prefix in (*PREFIXES.values(), _OUTLIERS):
+        mine = [other.removeprefix(prefix) for other in others if other.startswith(prefix)]
+        found |= {prefix: mine[0]} if len(mine) == 1 else {}
+    share = found.get(_OUTLIERS, "0")
+    try:
+        outliers = float(share)
+    except ValueError:
+        found.clear()
+    if len(found) < len(others):
         raise ValueError(
-            f'recipe must be NAME, NAME+gi-NAME, NAME+gw-NAME or both, such as "fp8+gw-bf16", got '
-            f"{given!r}"
+            "recipe must be NAME with some of +gi-NAME, +gw-NAME and +outliers-SHARE, such as "
+            f'"fp8+gw-bf16" or "mxfp4+outliers-0.01", got {given!r}'
         )
-    suffixes = (f"+{_PREFIXES[n]}{r.name}" for n, r in products.items() if r != own)
-    return replace(own, name=own.name + "".join(suffixes), products=tuple(products.items()))
+    products = {n: Recipe.parse(found[p]) for n, p in PREFIXES.items() if p in found}
+    name = [own.name, *(PREFIXES[n] + r.name for n, r in products.items() if r != own)]
+    name += [f"{_OUTLIERS}{outliers}"] if outliers else []
+    return replace(own, name="+".join(name), products=tuple(products.items()), outliers=outliers)
 
 
 def _all(granularity: str) -> Any:
@@ -431,3 +340,6 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+
+# Of the products of features that are outliers: only `mixprec.functional` computes with it.
+OUTLIERS = Recipe("outliers", BF16, BF16, BF16)

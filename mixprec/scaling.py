@@ -57,7 +57,7 @@ def _amaxes(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
     """Give `layer` the initial buffers of a delayed recipe."""
-    state = _fresh(recipe, layer.weight.device)  # type: ignore[arg-type]
+    state = _fresh(recipe, layer._first_weight.device)  # type: ignore[arg-type]
     for name in BUFFERS:
         layer.register_buffer(name, state[name])
     follow(layer)
@@ -192,13 +192,16 @@ def _agree(
 
 
 def plain_state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """model.state_dict() without the buffers of delayed scaling, for loading into the same model
-    made of plain torch.nn layers. (A converted model loads both, whatever its recipe.)"""
+    """model.state_dict() without the buffers of delayed scaling and the indices of outliers, for
+    loading into the same model made of plain torch.nn layers. (A converted model loads both,
+    whatever its recipe.)"""
     state = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
-        if has_state(module):
-            for buffer in BUFFERS:
-                state.pop(f"{name}.{buffer}" if name else buffer, None)
+        added = [*BUFFERS] if has_state(module) else []
+        recipe = getattr(module, "recipe", None)
+        added += ["outliers"] if isinstance(recipe, Recipe) and recipe.outliers else []
+        for buffer in added:
+            state.pop(f"{name}.{buffer}" if name else buffer, None)
     return state
 
 

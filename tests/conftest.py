@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import settings
 
 import mixprec
@@ -27,6 +28,7 @@ SLOW_FILES = (
     "tests/training/test_distributed*.py",
     "tests/tooling/test_accuracy.py",
     "tests/tooling/test_bench*.py",
+    "tests/tooling/test_explorer_browser.py",
     "tests/tooling/test_commands.py",
     "tests/tooling/test_docs_*.py",
     "tests/tooling/test_figures.py",
@@ -96,10 +98,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Nothing that torch.compile keeps comes from another test, or is left to one."""
-    torch._dynamo.reset()
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing that torch.compile keeps is left to another test."""
     yield
     torch._dynamo.reset()
 

@@ -20,6 +20,35 @@
 
 namespace mixprec {
 
+// A str argument of an op. Of a std::string, torch 2.11 to 2.13 leak a copy in each call (issue
+// 191340 of pytorch): 48 bytes, which also keep malloc from joining what is freed around them.
+struct Text : std::string {
+  using std::string::string;
+  Text(const std::string& text) : std::string(text) {}
+};
+
+}  // namespace mixprec
+
+HIDDEN_NAMESPACE_BEGIN(torch, stable, detail)
+
+template <>
+struct ToImpl<mixprec::Text> {
+  static mixprec::Text call(StableIValue value, uint64_t, bool) {
+    StringHandle handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STD_TORCH_CHECK(!torch_string_length(handle, &length) && !torch_string_c_str(handle, &data),
+                    "a str argument that cannot be read");
+    mixprec::Text text(data, length);
+    STD_TORCH_CHECK(!torch_delete_string(handle), "a str argument that cannot be freed");
+    return text;
+  }
+};
+
+HIDDEN_NAMESPACE_END(torch, stable, detail)
+
+namespace mixprec {
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;

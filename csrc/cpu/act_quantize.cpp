@@ -30,9 +30,8 @@ Inputs inputs_of(const Tensor& x, const MaybeTensor& up, const char* op) {
 }  // namespace
 
 // x, up: any shape, of one dtype -> the results of a cast
-Quantized act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType type,
-                       MaybeTensor scale, bool transpose, std::string granularity,
-                       bool power_of_two_scale) {
+Quantized act_quantize(Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
+                       bool transpose, Text granularity, bool power_of_two_scale) {
   const char* op = "act_quantize";
   Inputs in = inputs_of(x, up, op);
   Activation act = activation_of(kind, op);
@@ -46,8 +45,8 @@ Quantized act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType ty
 
 // g, x, up: any shape -> the results of a cast of dx, then of dup (empty without up)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType type,
-             MaybeTensor scale, bool transpose, std::string granularity, bool power_of_two_scale) {
+act_backward(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
+             bool transpose, Text granularity, bool power_of_two_scale) {
   const char* op = "act_backward";
   Inputs in = inputs_of(x, up, op);
   Activation act = activation_of(kind, op);

@@ -7,7 +7,7 @@
 namespace mixprec::cpu {
 
 // data, scale_inv and tensor_scale_inv of quantize_mx -> [..., columns]
-Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, std::string fmt,
+Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
                      int64_t columns, ScalarType type) {
   BlockFormat f = block_format(fmt, "dequantize_mx");
   Dtype to = float_dtype(type, "dequantize_mx: dtype");

@@ -36,7 +36,7 @@ struct Simulated {
 
 // as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
 Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
-                      MaybeTensor bias, ScalarType out_type, bool fast_accum, std::string arch) {
+                      MaybeTensor bias, ScalarType out_type, bool fast_accum, Text arch) {
   const char* op = "gemm_simulated";
   check_operands(a, b, op);
   Dtype of_a = dtype_of(a, op), of_b = dtype_of(b, op);

@@ -52,7 +52,7 @@ void add_bands(const std::vector<float>& rows, int64_t bands, int64_t k, float* 
 // mean [M] (or [0]) and rstd [M], fp32
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
-    bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
+    bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
     bool power_of_two_scale) {
   Dtype dtype = check_rows(x, x, "norm_quantize: x");
   auto [m, k] = as_matrix(x);

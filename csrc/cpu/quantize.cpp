@@ -43,8 +43,8 @@ Tensor amax(Tensor x) {
 
 // x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
 // granularity), amax []
-Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
-                   std::string granularity, bool power_of_two_scale) {
+Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
+                   bool power_of_two_scale) {
   Dtype from = float_dtype(x, "quantize: x");
   Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale}, x, "quantize");
   STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");

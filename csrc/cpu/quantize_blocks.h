@@ -12,8 +12,8 @@ namespace mixprec::cpu {
 
 // The ops of quantize.cpp.
 Tensor amax(Tensor x);
-Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose,
-                   std::string granularity, bool power_of_two_scale);
+Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose, Text granularity,
+                   bool power_of_two_scale);
 
 constexpr int64_t kBlock = kScaleBlock;
 

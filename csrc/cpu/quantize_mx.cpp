@@ -81,9 +81,11 @@ Tensor swizzled_copy(const Tensor& scales) {
 // x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
 // scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), swizzled or not,
 // tensor_scale_inv [] (or [0]), amax [] (or [0])
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(
-    Tensor x, std::string fmt, std::string mode, bool transpose, MaybeTensor seed, bool swizzled,
-    bool with_amax) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x, Text fmt,
+                                                                       Text mode, bool transpose,
+                                                                       MaybeTensor seed,
+                                                                       bool swizzled,
+                                                                       bool with_amax) {
   auto [dtype, f, how] = check_block_cast(x, fmt, mode, transpose, seed);
   x = row_major(x);
   auto [m, k] = as_matrix(x);

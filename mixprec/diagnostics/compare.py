@@ -68,7 +68,8 @@ def compare(
         "fp32"           the plain model: torch's Linear, FP32 parameters
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
         "fp8"            mixprec.convert, bf16 parameters, FP32 masters
-        a Recipe         as the one above with the same formats
+        a Recipe         as the one above with the same formats; with outliers, these are chosen
+                         by the first batches, before training
         a Plan           Plan.apply, parameters and masters as with "fp8"
 
     fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
@@ -175,7 +176,10 @@ def compare(
         optimizer = (make_optimizer or adamw)(model)
         for p in model.parameters():
             _unrounded.take(p)  # what an optimizer without masters of ours has left
-        return TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
+        run = TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
+        if isinstance(recipe, Recipe) and recipe.outliers:
+            run.choose_outliers(_read(batches, steps)[0])
+        return run
 
     if device.type == "cuda":
         torch.cuda.init()  # its generators have states from then on

@@ -20,6 +20,7 @@ from ..nn import Layer
 from .audit.layers import model_sqnr
 from .batches import call, map_tensors, scalar_loss, tensors
 from .memory_report import recorder
+from .outliers import choose_outliers
 from .report import Row
 
 MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
@@ -105,6 +106,12 @@ class TrainingRun:
         output = call(self.model, map_tensors(self._on_device, batch))
         remedy = "forward must return it, or an output with it as `loss`"
         return scalar_loss("compare", output, remedy)
+
+    def choose_outliers(self, batches: Iterable[Any]) -> None:
+        """Of all layers whose recipe has some."""
+        layers = (m for m in self.model.modules() if isinstance(m, Layer))
+        if any(layer.recipe.outliers for layer in layers):
+            choose_outliers(self.model, (map_tensors(self._on_device, b) for b in batches))
 
     def train(
         self,

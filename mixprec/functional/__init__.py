@@ -1,10 +1,10 @@
-"""linear, grouped_linear, matmul, conv2d and linear_cross_entropy with forward and backward passes
-in the formats of a recipe, and the orthogonalization of matrices; attention and rotary
+"""linear, grouped_linear, matmul, convolution and linear_cross_entropy with forward and backward
+passes in the formats of a recipe, and the orthogonalization of matrices; attention and rotary
 embeddings."""
 
 from ._attention import attention
 from ._blocks import mlp, norm_linear
-from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
+from ._convolution import IntOrPair, cast_conv_weight, conv2d, convolution, is_pointwise
 from ._derivatives import twice_differentiable
 from ._grouped_linear import grouped_linear
 from ._linear import linear, matmul
@@ -19,6 +19,7 @@ __all__ = [
     "attention",
     "cast_conv_weight",
     "conv2d",
+    "convolution",
     "grouped_linear",
     "is_pointwise",
     "linear",

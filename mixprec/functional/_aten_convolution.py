@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from .._context import context
 from ..memory.running import keep_as_is
+from ..ops._dispatch import autocast
 from ..ops._reference import scale_layout
 from ..ops._reference.block_formats import sizes
 from ..ops.dequantize import dequantize_op
@@ -50,36 +52,45 @@ def _in_fp32(t: torch.Tensor) -> bool:
 def _is_wrong(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
     """Whether oneDNN, as torch 2.13 has it, computes another output in bf16: of width 1, with a
     kernel and steps wider than that. (Its gradients are right.)"""
-    if x.device.type != "cpu" or weight.shape[3] == 1 or geometry.stride[1] == 1:
+    if geometry.transposed or x.device.type != "cpu":
         return False
-    reach = geometry.dilation[1] * (weight.shape[3] - 1) + 1
-    return (x.shape[3] + 2 * geometry.padding[1] - reach) // geometry.stride[1] == 0
+    stride, padding, dilation = (part[-1] for part in geometry[:3])
+    if weight.shape[-1] == 1 or stride == 1:
+        return False
+    reach = dilation * (weight.shape[-1] - 1) + 1
+    return (x.shape[-1] + 2 * padding - reach) // stride == 0
 
 
 class Geometry(NamedTuple):
-    """The settings of a convolution; pairs are (height, width)."""
+    """The settings of a convolution, a number for each dimension of its points, in the order of the
+    arguments of aten.convolution."""
 
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
     groups: int
 
     def for_aten(self) -> tuple[Any, ...]:
-        """As arguments of aten.convolution, which also take transposed and output_padding."""
-        stride, padding, dilation, groups = self
-        return [*stride], [*padding], [*dilation], False, [0, 0], groups
+        """With lists, which its schema has."""
+        return tuple([*part] if isinstance(part, tuple) else part for part in self)
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 
 def is_channels_last(t: torch.Tensor) -> bool:
-    """Whether t [B, C, H, W] is channels_last in memory and not also contiguous."""
+    """Whether t [B, C, H, W] or [B, C, D, H, W] is channels_last and not also contiguous."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False  # inside vmap torch does not say
-    return not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+    order = CHANNELS_LAST.get(t.dim())
+    return order is not None and not t.is_contiguous() and t.is_contiguous(memory_format=order)
 
 
 def _in_memory_order(t: torch.Tensor, granularity: str) -> bool:
-    """Whether t is cast as [B, H, W, C]. The order does not affect one scale per tensor or row;
-    blocks of 128 are always those of [B, C, H, W], so that values do not depend on strides."""
+    """Whether t is cast as [B, ..., C]. The order does not affect one scale per tensor or row;
+    blocks of 128 are always those of [B, C, ...], so that values do not depend on strides."""
     return granularity in ("tensor", "row") and is_channels_last(t)
 
 
@@ -107,7 +118,7 @@ def _encode(
     if fmt.bits == 16:
         return Matrix(t.to(fmt.dtype), None, None)
     if _in_memory_order(t, getattr(recipe, f"{role}_granularity")):
-        t = t.permute(0, 2, 3, 1)
+        t = t.movedim(1, -1)
     return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record).matrix
 
 
@@ -118,6 +129,10 @@ class Layout(NamedTuple):
     channels_last: bool
     in_memory_order: bool
     block_format: str | None
+
+    @property
+    def order(self) -> torch.memory_format:
+        return CHANNELS_LAST[len(self.shape)] if self.channels_last else torch.contiguous_format
 
     @staticmethod
     def both(t: torch.Tensor, role: str, recipe: Recipe) -> tuple[Layout, Layout]:
@@ -137,9 +152,9 @@ class Layout(NamedTuple):
         """16-bit values unchanged; others as bf16, exact for scales that are powers of two."""
         if cast.scale_inv is None:
             return cast.data
-        b, c, h, w = self.shape
+        b, c, *points = self.shape
         if self.block_format is not None:
-            columns, low = c * h * w, torch.bfloat16
+            columns, low = prod(self.shape[1:]), torch.bfloat16
             blocks = scale_layout.unswizzle(cast.scale_inv, b, sizes(self.block_format, columns)[1])
             wide = dequantize_mx_op(
                 cast.data, blocks, cast.tensor_scale_inv, self.block_format, columns, low
@@ -147,13 +162,13 @@ class Layout(NamedTuple):
         else:
             wide = dequantize_op(cast.data, cast.scale_inv, torch.bfloat16)
         if self.in_memory_order:
-            return wide.view(b, h, w, c).permute(0, 3, 1, 2)
-        wide = wide.view(b, c, h, w)
-        return wide.contiguous(memory_format=torch.channels_last) if self.channels_last else wide
+            return wide.view(b, *points, c).movedim(-1, 1)
+        wide = wide.view(self.shape)
+        return wide.contiguous(memory_format=self.order)
 
     def nothing(self, like: torch.Tensor) -> torch.Tensor:
         """A placeholder for an operand of which a backward pass needs only the shape."""
-        order = torch.channels_last if self.channels_last else torch.contiguous_format
+        order = self.order
         return torch.empty(self.shape, dtype=like.dtype, device=like.device, memory_format=order)
 
 
@@ -176,7 +191,8 @@ def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
 
 
 class Convolution(torch.autograd.Function):
-    """y [B, O, H', W'] = x [B, C, H, W] * weight [O, C / groups, kh, kw] + bias [O]."""
+    """y [B, O, ...] = x [B, C, ...] * weight [O, C / groups, ...] + bias [O]; the weight of a
+    transposed convolution is [C, O / groups, ...]."""
 
     @staticmethod
     def forward(
@@ -190,7 +206,7 @@ class Convolution(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad_enabled: bool,
     ) -> torch.Tensor:
-        main_grad, delayed, quantized_weight, name = product
+        main_grad, delayed, quantized_weight, name, _ = product
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
         x_layout, ctx.x_layout = Layout.both(x, "x", recipe)
@@ -237,7 +253,8 @@ class Convolution(torch.autograd.Function):
             elif of_w is not None:
                 grad_w = of_w.to(ctx.w_dtype)
         if need_bias:
-            grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
+            points = [d for d in range(g.dim()) if d != 1]
+            grad_bias = g.sum(points, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_bias, *[None] * 5
 
 
@@ -255,5 +272,6 @@ def _gradients(
         if need:
             observe(kind, ctx.recipe, ctx.name)
     mask = [need_x, need_w, False]
-    grads = _aten.convolution_backward.default(g, x, w, None, *ctx.geometry.for_aten(), mask)
+    with autocast.disabled(g.device.type):  # which mixes up dtypes in grouped transposed ones
+        grads = _aten.convolution_backward.default(g, x, w, None, *ctx.geometry.for_aten(), mask)
     return (grads[0] if need_x else None), (grads[1] if need_w else None)

@@ -9,7 +9,7 @@ import torch
 from ..ops._dispatch import checks
 from ..ops.act_quantize import KINDS
 from ..recipes import Recipe
-from ._arguments import check_output, main_grad_of
+from ._arguments import check_output, main_grad_of, no_outliers
 from ._fused import Norm, run_fused
 from ._linear import check_input
 from ._products import Product
@@ -19,6 +19,7 @@ def _layers(
     op: str, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], recipe: Recipe
 ) -> tuple[list[Product], list[torch.Tensor | None]]:
     """The products and their tensors, after the checks of `linear` that do not depend on x."""
+    no_outliers(op, recipe)
     if recipe.is_delayed or recipe.clip_activations:
         raise ValueError(
             f"{op}: recipe {recipe.name} keeps state: use the modules of mixprec.nn, or, for "

@@ -15,7 +15,7 @@ from ..ops._reference.gemm_scales import Operands
 from ..ops.block_operands import decode
 from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ..recipes import Recipe
-from ._arguments import check_output, check_state, main_grad_of
+from ._arguments import check_output, check_state, main_grad_of, no_outliers
 from ._derivatives import (
     Tensors,
     apply,
@@ -192,6 +192,7 @@ def grouped_linear(
     check_offs(op, Operands(x, weight), offs)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_output(op, weight, None, out_dtype, "[N]")
+    no_outliers(op, recipe)
     check_state(op, recipe, delayed, clipped, x.device, "mixprec.convert")
     kept = delayed if recipe.is_delayed else None
     product = Product(main_grad_of(op, weight), kept, None, name)

@@ -10,14 +10,15 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
-from . import operands
-from ._arguments import check_output, check_state, main_grad_of
+from . import _outliers, operands
+from ._arguments import check_outliers, check_output, check_state, main_grad_of
 from ._derivatives import (
     Tensors,
     apply,
     differentiable,
     is_twice_differentiable,
     on_backend_of_forward,
+    result,
 )
 from ._products import Gemms, Product, WeightLike, grad_bias
 from ._saturate import clips, saturate
@@ -74,23 +75,33 @@ class _Linear(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.like_w = x.shape, x.dtype, WeightLike.of(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
-        main_grad, delayed, quantized_weight, _ = product
+        main_grad, delayed, quantized_weight, _, outliers = product
         ctx.delayed, ctx.main_grad = delayed, main_grad
+        rest_x, rest_w, of_x, of_w = x, weight, None, None
+        if outliers is not None:
+            (rest_x, of_x), (rest_w, of_w) = (_outliers.split(t, outliers) for t in (x, weight))
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = operands.cast_input(
-            x, recipe, delayed, use_t=need_w and grad_enabled, grad_enabled=grad_enabled
+            rest_x, recipe, delayed, use_t=need_w and grad_enabled, grad_enabled=grad_enabled
         )
         qw = quantized_weight or operands.cast(
-            weight, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
+            rest_w, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
         )
         saved_x = qx.saved_t if need_w else NOTHING
         saved_w = qw.saved_t if need_x else NOTHING
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
-        ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
-        y = ctx.gemms.forward(qx.matrix, qw.matrix, bias, out_dtype)
+        columns = outliers, of_x if need_w else None, of_w if need_x else None
+        keep_as_is(*columns)
+        ctx.save_for_backward(*saved_x, *saved_w, *columns, *((x, weight) if ctx.twice else ()))
+        y = ctx.gemms.forward(
+            qx.matrix, qw.matrix, bias, out_dtype if outliers is None else torch.float32
+        )
+        if of_x is not None and of_w is not None:
+            _outliers.add(y, of_x, of_w, product.name, simulated)
+            y = result(y, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -99,16 +110,19 @@ class _Linear(torch.autograd.Function):
     @differentiable(_second)
     def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
         x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
+        outliers, x_outliers, w_outliers = saved[6:9]
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         of_x = of_w = None
         if need_x or need_w:
             qg = operands.cast(g, "g", ctx.recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            of_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype).view(ctx.x_shape)
+            of_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
         if need_w:
             of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
+        if outliers is not None:
+            _outliers.put(ctx, g, outliers, (of_x, w_outliers), (of_w, x_outliers))
         of_bias = grad_bias(g, ctx.bias_dtype) if need_bias else None
-        return of_x, of_w, of_bias, *[None] * 5
+        return None if of_x is None else of_x.view(ctx.x_shape), of_w, of_bias, *[None] * 5
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear") -> None:
@@ -162,6 +176,7 @@ def linear(
     delayed: Delayed | None = None,
     quantized_weight: Operand | None = None,
     clipped: torch.Tensor | None = None,
+    outliers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return y = q(x) @ q(weight)^T + bias, [..., N], with gradients computed the same way.
 
@@ -171,7 +186,8 @@ def linear(
     out_dtype: fp32, bf16 or fp16; None takes x's. name: passed to `observed`. delayed: the state
     of a recipe with delayed scaling, which mixprec.nn.Linear keeps. quantized_weight: what
     `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this weight. clipped:
-    int64 [], counts the outputs that a recipe with clip_activations saturated.
+    int64 [], counts the outputs that a recipe with clip_activations saturated. outliers: int64
+    [k], different indices of features, of a recipe that has some: all products read these in bf16.
 
         grad of x      = q(g) @ q(weight)    in x's dtype
         grad of weight = q(g)^T @ q(x)       in weight's dtype, or added to weight.main_grad
@@ -196,8 +212,9 @@ def linear(
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
+    check_outliers("linear", recipe, outliers, weight.shape[1], x.device)
     main_grad, kept = main_grad_of("linear", weight), delayed if recipe.is_delayed else None
-    product = Product(main_grad, kept, quantized_weight, name)
+    product = Product(main_grad, kept, quantized_weight, name, outliers)
     return run_linear(x, weight, bias, product, recipe, out_dtype, clipped)
 
 

@@ -13,7 +13,7 @@ from ..ops._dispatch import autocast, checks, simulation
 from ..ops.cross_entropy import COLUMNS, cross_entropy_backward_op, cross_entropy_op
 from ..recipes import Recipe
 from . import operands
-from ._arguments import check_output, main_grad_of
+from ._arguments import check_output, main_grad_of, no_outliers
 from ._derivatives import Tensors, apply, on_backend_of_forward
 from ._linear import check_input
 from ._loss import Loss
@@ -181,6 +181,7 @@ def _check(
     checks.has_dtype(_OP, "target", target, (torch.int64,))
     checks.has_shape(_OP, "target", target, x.shape[:-1], "x's shape without its last dimension")
     checks.on_device(_OP, "target", target, x.device, "x")
+    no_outliers(_OP, recipe)
     if recipe.is_delayed or recipe.clip_activations:
         raise ValueError(f"{_OP}: recipe must keep no state, got {recipe.name}")
     how.check(_OP)

@@ -23,6 +23,7 @@ class Product(NamedTuple):
     delayed: Delayed | None = None
     quantized_weight: Operand | None = None
     name: str = ""
+    outliers: torch.Tensor | None = None
 
 
 class WeightLike(NamedTuple):

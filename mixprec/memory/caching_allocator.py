@@ -73,7 +73,8 @@ def _load() -> ModuleType:
         return importlib.import_module("mixprec._C_allocator")
     except ImportError as error:
         raise RuntimeError(
-            f"{_OP}: mixprec._C_allocator, which is built on Linux, does not load ({error})"
+            f"{_OP}: mixprec._C_allocator, which is built on Linux and is no part of wheels, does "
+            f"not load ({error}); to build it, in the source folder run: {library.INSTALL}"
         ) from error
 
 

@@ -3,17 +3,27 @@
 from ._layer import Layer, QuantizedWeight
 from .attention import MultiheadAttention
 from .blocks import MLP, GatedMLP, NormLinear
-from .conv import Conv2d
+from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .conv1d import Conv1D
-from .intercepted import Experts, Intercepted
+from .experts import Experts
+from .intercepted import Intercepted
 from .known import MLPSpec, NormSpec, register_fusion
 from .linear import Linear
 from .linear_cross_entropy import LinearCrossEntropy
+from .recurrent import GRU, LSTM, RNN
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "MLP",
+    "RNN",
     "Conv1D",
+    "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "Experts",
     "GatedMLP",
     "Intercepted",

@@ -69,6 +69,8 @@ def why_not_fused(
     recipes: list[Any] = [layer.recipe for layer in layers]
     if any(recipe != recipes[0] for recipe in recipes):
         return f"different recipes ({', '.join(dict.fromkeys(r.name for r in recipes))})"
+    if recipes[0].has_outliers:
+        return "outliers"
     return "clip_activations" if recipes[0].clip_activations else None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import scaling
+from ..functional._arguments import watch_main_grad
 from ..functional.operands import Delayed, Operand
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
@@ -16,6 +17,7 @@ from . import _loss_scaling
 from ._subclass import class_for, inject_parametrizations, names_of
 
 CLIPPED = "clipped"  # the buffer, int64 []
+OUTLIERS = "outliers"  # the buffer [K], 1 for outliers and 0 for other features
 Self = TypeVar("Self", bound="Layer")
 
 
@@ -26,6 +28,8 @@ class QuantizedWeight(NamedTuple):
     version: int
     address: int
     operand: Operand
+    outliers: torch.Tensor | None
+    outliers_version: int
 
 
 class LayerState(NamedTuple):
@@ -40,14 +44,22 @@ def _buffers_of(recipe: Recipe | None) -> set[str]:
     if recipe is None:
         return set()
     names = {*scaling.BUFFERS} if recipe.is_delayed else set()
+    names |= {OUTLIERS} if recipe.has_outliers else set()
     return names | {CLIPPED} if recipe.clip_activations else names
+
+
+def _version(t: torch.Tensor | None) -> int:
+    return 0 if t is None or t.is_inference() else t._version
 
 
 class _Name:
     """The path that convert gave to a layer, unless its class sets a `name` of its own."""
 
     def __get__(self, layer: Layer | None, owner: type) -> str:
-        return "" if layer is None else layer._path
+        if layer is None:
+            return ""
+        own = (layer._parameters, layer._buffers, layer._modules)
+        return next((kept["name"] for kept in own if "name" in kept), layer._path)  # type: ignore[return-value]
 
 
 class Layer(torch.nn.Module):
@@ -57,9 +69,14 @@ class Layer(torch.nn.Module):
     amax_history [2, L], scale [2] (0: not initialized) and the amax since the last update: amax []
     of x, grad_amax [] of g. The weight is always scaled by its own amax.
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
+    A recipe with outliers adds outliers [K], 1 for these of the K input features and 0 for others,
+    None until `mixprec.choose_outliers` or a state dict has set it.
     """
 
     _is_transposed = False  # its weight is [K, N]
+    _reads_no_weight = True  # a parent that reads it would compute without the recipe
+    _takes_outliers = False
+    _outlier_count = 0  # torch.compile would make sizes of the recipe's float unknown
     _one_product = True  # y is one product of x and `weight`, which casts once or is repeated
     name = _Name()
     weight: torch.Tensor
@@ -87,12 +104,31 @@ class Layer(torch.nn.Module):
         if recipe.is_delayed:
             scaling.reset(self, recipe)
         _loss_scaling.follow(self, recipe)
+        if recipe.has_outliers:
+            self.register_buffer(OUTLIERS, None)
+            self._outlier_count = recipe.outlier_count(self._features())
         if recipe.clip_activations:
-            count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+            count = torch.zeros((), dtype=torch.int64, device=self._first_weight.device)
             self.register_buffer(CLIPPED, count, persistent=False)
 
+    @property
+    def _first_weight(self) -> torch.Tensor:
+        """Any of those that are cast. (A module with several may have another `weight`.)"""
+        return self.weight
+
+    @property
+    def _recipes(self) -> tuple[Recipe, ...]:
+        """Those of its products: its own, and what it takes beside that."""
+        return (self._recipe,)
+
     def _check_names(self, recipe: Recipe) -> None:
-        """ValueError if a buffer of `recipe` would replace an attribute of the user's own class."""
+        """ValueError for outliers of a layer that cannot have them, and if a buffer of `recipe`
+        would replace an attribute of the user's own class."""
+        if recipe.has_outliers and not self._takes_outliers:
+            raise ValueError(
+                f"{type(self).__name__}: recipe must have no outliers, which only linear layers "
+                f"have, got {recipe.name}"
+            )
         added = _buffers_of(recipe) - _buffers_of(vars(self).get("_recipe"))
         if taken := sorted(name for name in added if hasattr(self, name)):
             raise ValueError(
@@ -113,7 +149,7 @@ class Layer(torch.nn.Module):
     def _leave(self) -> None:
         """Remove all that torch's module does not have, before `unconvert` makes it one."""
         self._drop_state()
-        for name in ("_path", "_is_override", "_quantized_weight", "_warned"):
+        for name in ("_path", "_is_override", "_quantized_weight", "_warned", "_outlier_count"):
             vars(self).pop(name, None)
 
     @classmethod
@@ -141,26 +177,69 @@ class Layer(torch.nn.Module):
     def _state(self, dtype: torch.dtype, device: torch.device, recipe: Recipe) -> LayerState:
         """The output dtype and state for a forward pass with `recipe`, of an input of this dtype
         and device."""
+        bias = self._parameters.get("bias")
+        if "parametrizations" in self._modules or getattr(bias, "main_grad", None) is not None:
+            self._watch_main_grads()
         kind, out_dtype = device.type, dtype
         if autocast.is_on(kind):
             out_dtype = torch.get_autocast_dtype(kind)
         if recipe is not self._recipe and recipe != self._recipe:
             return LayerState(out_dtype, None, None, None)  # that state belongs to its own recipe
-        clipped = self._buffers.get(CLIPPED)
+        clipped = self._buffers.get(CLIPPED) if recipe.clip_activations else None
         return LayerState(out_dtype, self._delayed(), self._reused(), clipped)
+
+    def _watch_main_grads(self) -> None:
+        """See to it that gradients of the parameters that arrive elsewhere are added to main_grad:
+        those of torch's products, and of what the module computes of its weights."""
+        if not torch.compiler.is_compiling():
+            for param in self.parameters():
+                watch_main_grad(param)
 
     def _delayed(self) -> Delayed | None:
         if not self._recipe.is_delayed:
             return None
         return Delayed(self.scale, self.amax, self.grad_amax)
 
+    def _outliers(self) -> torch.Tensor | None:
+        """Their indices, int64 [k], where the recipe has outliers."""
+        if not self._recipe.has_outliers:
+            return None
+        chosen, size = self._buffers[OUTLIERS], self._features()
+        if chosen is None:
+            raise RuntimeError(
+                f"{self._path or type(self).__name__}: recipe {self._recipe.name} has outliers, "
+                "which are not chosen yet: call mixprec.choose_outliers(model, batches) after "
+                "convert, or load a state dict that has them"
+            )
+        if chosen.shape != (size,):
+            raise RuntimeError(
+                f"{self._path or type(self).__name__}: the buffer outliers must have a number for "
+                f"each of the {size} input features, got shape {tuple(chosen.shape)}"
+            )
+        # The largest, so that they are different ones also where buffers were averaged.
+        return chosen.topk(self._outlier_count).indices.sort().values
+
+    def _choose(self, outliers: torch.Tensor) -> None:
+        """Set the indices of the outliers."""
+        with torch.inference_mode(False), torch.no_grad():
+            chosen = torch.zeros(self._features(), device=self.weight.device)
+            chosen.index_fill_(0, outliers.clone(), 1.0)
+            own = self._buffers[OUTLIERS]
+            if own is None or own.is_inference() or own.shape != chosen.shape:
+                self._buffers[OUTLIERS] = chosen
+            else:
+                own.copy_(chosen)  # the object that DDP broadcasts
+
     def _reused(self) -> Operand | None:
         """The cast weight, unless torch.func.functional_call replaced the weight."""
         reused = self._quantized_weight
         if reused is None or reused.weight is not self.weight:
             return None
-        weight, version, address, operand = reused
+        weight, version, address, operand, outliers, outliers_version = reused
         eager = not torch.compiler.is_compiling()
+        chosen = self._chosen_outliers()
+        if chosen is not outliers or (eager and _version(chosen) != outliers_version):
+            return None  # cast for others
         if eager and (weight._version, weight.data_ptr()) != (version, address):
             raise RuntimeError(
                 f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
@@ -174,8 +253,12 @@ class Layer(torch.nn.Module):
         if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
             return  # nothing to cast
         with torch.no_grad():
-            state = weight._version, weight.data_ptr()
-            self._quantized_weight = QuantizedWeight(weight, *state, self._cast_weight())
+            state = weight._version, weight.data_ptr(), self._cast_weight()
+            chosen = self._chosen_outliers()
+            self._quantized_weight = QuantizedWeight(weight, *state, chosen, _version(chosen))
+
+    def _chosen_outliers(self) -> torch.Tensor | None:
+        return self._buffers.get(OUTLIERS) if self._recipe.has_outliers else None
 
     def _cast_weight(self) -> Operand:
         raise NotImplementedError
@@ -188,12 +271,16 @@ class Layer(torch.nn.Module):
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         before = {n: self._buffers[n] for n in scaling.BUFFERS} if scaling.has_state(self) else {}
-        count = self._buffers.get(CLIPPED)
+        count, chosen = self._buffers.get(CLIPPED), self._buffers.get(OUTLIERS)
         super()._apply(fn, recurse)
         scaling.keep_fp32(self, before)  # type: ignore[arg-type]
         moved = self._buffers.get(CLIPPED)
         if count is not None and moved is not None and count.is_meta and not moved.is_meta:
             moved.zero_()  # to_empty() leaves memory uninitialized
+        new = self._buffers.get(OUTLIERS)
+        if self._recipe.has_outliers and chosen is not None and new is not None:
+            unset = chosen.is_meta and not new.is_meta
+            self._buffers[OUTLIERS] = None if unset else chosen.to(new)
         return self
 
     def _load_from_state_dict(
@@ -201,7 +288,30 @@ class Layer(torch.nn.Module):
     ) -> None:
         errors = args[-1]
         state_dict = scaling.loadable(self, state_dict, prefix, errors)
+        self._load_outliers(state_dict, prefix + OUTLIERS, errors)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _load_outliers(self, state_dict: dict[str, Any], key: str, errors: list[str]) -> None:
+        """Prepare to load the outliers of a state dict; without any there, or for another recipe,
+        they stay as they are."""
+        own, found = self._buffers.get(OUTLIERS), state_dict.get(key)
+        if not self._recipe.has_outliers:
+            if not hasattr(self, OUTLIERS):
+                state_dict.pop(key, None)
+        elif key not in state_dict:
+            state_dict |= {} if own is None else {key: own}
+        elif not isinstance(found, torch.Tensor) or found.shape != (self._features(),):
+            got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            errors.append(f"{key} must have shape ({self._features()},), got {got}")
+            state_dict.pop(key)
+            state_dict |= {} if own is None else {key: own}
+        elif own is None:
+            device = found.device if self.weight.is_meta else self.weight.device
+            with torch.inference_mode(False):
+                self._buffers[OUTLIERS] = torch.zeros(found.shape, device=device)
+
+    def _features(self) -> int:
+        return self.weight.shape[0 if self._is_transposed else 1]
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         """With __setstate__, which the __deepcopy__ of parametrized classes leaves out."""

@@ -36,7 +36,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     scaling = getattr(optimizer, "_current_scaling", None)
     if _warned or optimizer in _fine or scaling is None or scaling().found_inf is not None:
         return
-    weights = {id(layer.weight) for layer in _layers}
+    weights = {id(layer._first_weight) for layer in _layers}
     if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
         _fine.add(optimizer)
         return

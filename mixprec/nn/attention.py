@@ -27,7 +27,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     _one_product = False
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def _first_weight(self) -> torch.Tensor:
         packed: torch.Tensor | None = self.in_proj_weight
         return self.q_proj_weight if packed is None else packed
 
@@ -46,6 +46,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         without B. Masks, results and errors as in torch."""
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
+            self._watch_main_grads()
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,

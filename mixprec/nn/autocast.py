@@ -79,7 +79,7 @@ class autocast(_region.Region):
     runs such ops in 16 bits in both passes.
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
-    delayed scaling, whose state belongs to the modules that `convert` made for it.
+    delayed scaling and outliers, which belong to the modules that `convert` made for them.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, *, enabled: bool = True) -> None:
@@ -88,6 +88,11 @@ class autocast(_region.Region):
             raise ValueError(
                 f"autocast: recipe must not be delayed, got {self.recipe.name!r}, whose scales "
                 "live in the modules: convert with it"
+            )
+        if self.recipe is not None and self.recipe.outliers:
+            raise ValueError(
+                f"autocast: recipe must have no outliers, got {self.recipe.name!r}, whose indices "
+                "are those of a layer: convert with it"
             )
         super().__init__((self.recipe or _region.OWN) if enabled else None)
         self.enabled = enabled

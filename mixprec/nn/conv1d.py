@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..functional import operands
 from ..functional._linear import check_input, run_linear
 from ..functional.operands import Operand
 from . import _region
 from ._layer import Layer
-from .linear import product_of
+from .linear import cast_weight, product_of
 
 
 class Conv1D(Layer):
@@ -20,12 +19,13 @@ class Conv1D(Layer):
     """
 
     __module__ = "mixprec.nn"
-    _is_transposed = True
+    _is_transposed = _takes_outliers = True
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
+            self._watch_main_grads()
             y: torch.Tensor = super().forward(x)
             return y
         check_input(x, self.weight.t())
@@ -33,7 +33,7 @@ class Conv1D(Layer):
         return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:
-        return operands.cast(self.weight.t(), "w", self.recipe, self._delayed(), use_t=True)
+        return cast_weight(self, self.weight.t())
 
     __repr__ = torch.nn.Module.__repr__
 

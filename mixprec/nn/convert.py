@@ -72,15 +72,16 @@ def convert(
     saved: Bits | None = None,
     fuse: bool = False,
 ) -> nn.Module:
-    """Make linear layers, convolutions and attention in `model` those of mixprec.nn, in place;
-    return the model.
+    """Make linear layers, convolutions, attention and, on a CPU, recurrent layers in `model` those
+    of mixprec.nn, in place; return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
     library's name that `Recipe.parse` accepts, or a Recipe. module_filter_fn(module, fqn) -> bool:
     convert only where it returns True; fqn is the module's path in the model ("" for the root). If
     it has a parameter `recipe`, it receives the layer's recipe. overrides: other recipes by path
     pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
-    last matching pattern applies.
+    last matching pattern applies. Of a recipe with outliers, layers that are not linear get the
+    rest, and linear ones need `mixprec.choose_outliers` before their first forward pass.
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
     save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
@@ -101,11 +102,13 @@ def convert(
     recipe; if they already have it, nothing changes, scales included. `mixprec.unconvert` is the
     inverse.
 
-    Subclasses of nn.Linear and nn.Conv2d are converted too and stay instances of their class; so
-    are parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections),
-    the Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a
-    mixture. In a forward pass of their own, which has to call torch.nn.functional.linear, conv2d or
-    grouped_mm, these calls use the recipe. The adapters of peft are left as they are, beside the
+    Convolutions are those of one, two and three dimensions, also transposed; recurrent layers are
+    nn.LSTM, nn.GRU and nn.RNN (see `mixprec.nn.LSTM`). Subclasses of nn.Linear and of convolutions
+    are converted too and stay instances of their class; so are parametrized layers (weight norm,
+    spectral norm), nn.MultiheadAttention (its projections), the Conv1D of transformers, and modules
+    with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their own, calls
+    of linear, convolutions and grouped_mm of torch.nn.functional use the recipe, and so do matrix
+    products with a parameter of the module. The adapters of peft are left as they are, beside the
     layers that they adapt. torch's encoder layers that are converted as a whole no longer take
     their fast path, which reads weights; another parent that reads the weight of a layer instead of
     calling it, such as the Swin of torchvision, computes as before. In FP8, convolutions that are
@@ -155,9 +158,15 @@ def _convert(
         seen = Counter(type(m).__name__ for m in model.modules())
         listed = ", ".join(f"{count} {kind}" for kind, count in seen.most_common())
         warnings.warn(
-            f"convert: there is no nn.Linear or nn.Conv2d to convert in: {listed}", stacklevel=3
+            f"convert: there is no linear layer, convolution or attention to convert in: {listed}",
+            stacklevel=3,
         )
     chosen = _choose(layers, recipe, module_filter_fn, parsed)
+    chosen |= {
+        fqn: own.without_outliers
+        for fqn, own in chosen.items()
+        if not kinds.takes_outliers(layers[fqn])
+    }
     for fqn in chosen:
         if any(map(is_sharded, layers[fqn].parameters())) and not isinstance(layers[fqn], Layer):
             raise ValueError(
@@ -179,7 +188,7 @@ def _convert(
         elif (kind := kinds.layer_for(module)) is not None:
             kind._of(module, own, fqn)
         if isinstance(module, Layer):
-            module._is_override = own != recipe
+            module._is_override = own not in (recipe, recipe.without_outliers)
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
     names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""

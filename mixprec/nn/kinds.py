@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import intercepted
+from . import experts, recurrent
 from ._layer import Layer
 from .attention import MultiheadAttention
-from .conv import Conv2d
+from .conv import CONVOLUTIONS, Convolution
 from .conv1d import Conv1D
 from .imported import adapted_layer, imported_class
 from .linear import Linear
@@ -22,6 +22,8 @@ ADAPTER = "an adapter of peft"
 MOST_UNSUPPORTED = 0.05
 # The attribute of torch's encoders in which leave_fast_paths keeps the value that it changes.
 _KEPT = "_mixprec_fast_path"
+# Classes that compute y = x @ weight^T + bias by other functions of torch.
+_LINEARS = (("transformers.models.falcon.modeling_falcon", "FalconLinear"),)
 # Modules whose weights are not multiplied with anything: a lookup is no matrix product.
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -36,15 +38,36 @@ def layer_for(module: nn.Module) -> type[Layer] | None:
         return None
     if any(p.is_complex() for p in module.parameters(recurse=False)):
         return None
-    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and computes_linear(kind):
         return Linear
-    plain = kind.forward, getattr(kind, "_conv_forward", None)
-    if isinstance(module, nn.Conv2d) and plain == (nn.Conv2d.forward, nn.Conv2d._conv_forward):
-        return Conv2d
-    if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
+    for torchs, layer in CONVOLUTIONS.items():
+        if isinstance(module, torchs) and _convolves_as(kind, torchs):
+            return layer
+    if isinstance(module, nn.MultiheadAttention) and kind.forward is nn.MultiheadAttention.forward:
         return MultiheadAttention
+    if isinstance(module, nn.RNNBase):
+        return recurrent.layer_for(module)
     conv1d = kind is imported_class("transformers.pytorch_utils", "Conv1D")
-    return Conv1D if conv1d else intercepted.layer_for(module)
+    return Conv1D if conv1d else experts.layer_for(module)
+
+
+def computes_linear(kind: Any) -> bool:
+    """Whether a class derived from nn.Linear has its forward pass, or one known to be equal."""
+    equal = (imported_class(*place) for place in _LINEARS)
+    forwards = [nn.Linear.forward, Linear.forward, *(k.forward for k in equal if k is not None)]
+    return any(kind.forward is forward for forward in forwards)
+
+
+def _convolves_as(kind: Any, torchs: Any) -> bool:
+    """Whether both have the same methods for a forward pass."""
+    names = ("forward", "_conv_forward", "_output_padding")
+    return all(getattr(kind, name, None) is getattr(torchs, name, None) for name in names)
+
+
+def takes_outliers(module: nn.Module) -> bool:
+    """Whether the layer that `module` is, or can become, may have a recipe with outliers."""
+    kind = type(module) if isinstance(module, Layer) else layer_for(module)
+    return kind is not None and kind._takes_outliers
 
 
 def adapters(model: nn.Module) -> set[nn.Module]:
@@ -60,10 +83,10 @@ def adapters(model: nn.Module) -> set[nn.Module]:
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make torch's encoder layers call their parts, of which one is converted, in eval mode too:
-    their fast path reads the weights."""
+    """Make torch's encoder layers call their parts, of which one is converted or frozen, in eval
+    mode too: their fast path reads the weights."""
     for module, switch, off in _fast_paths(model):
-        if any(isinstance(part, Layer) for part in module.modules()):
+        if _has_changed(module):
             vars(module).setdefault(_KEPT, getattr(module, switch))
             setattr(module, switch, off)
 
@@ -71,9 +94,13 @@ def leave_fast_paths(model: nn.Module) -> None:
 def restore_fast_paths(model: nn.Module) -> None:
     """Undo leave_fast_paths, where no part is converted any more."""
     for module, switch, _ in _fast_paths(model):
-        converted = any(isinstance(part, Layer) for part in module.modules())
-        if _KEPT in vars(module) and not converted:
+        if _KEPT in vars(module) and not _has_changed(module):
             setattr(module, switch, vars(module).pop(_KEPT))
+
+
+def _has_changed(module: nn.Module) -> bool:
+    """Whether a part of it is converted or frozen."""
+    return any(getattr(part, "_reads_no_weight", False) for part in module.modules())
 
 
 def _fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
@@ -122,6 +149,7 @@ def coverage(
     """How much of `model` is in `layers` (those of mixprec.nn), and what is not. why_left: the
     reasons for modules that could be; unsupported: the reason for all others."""
     reasons = dict.fromkeys(adapters(model), ADAPTER) | (why_left or {})
+    by_convert = layers is None
     if layers is None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
     converted = {p for layer in layers for p in _weights(layer, recurse=True)}
@@ -137,6 +165,8 @@ def coverage(
                     beyond += weight.numel()
                     own = _has_own_forward(module)
                     reason = "it has a forward pass of its own" if own else unsupported
+                    if by_convert and isinstance(module, nn.RNNBase):
+                        reason = recurrent.why_not(module) or reason
                 key = type(module).__name__, reason
                 left[key] += weight.numel()
                 if (name := fqn or "the model") not in names.setdefault(key, []):
@@ -154,10 +184,12 @@ def _first(names: list[str]) -> str:
 def _has_own_forward(module: nn.Module) -> bool:
     """A subclass of torch's layers that computes in another way."""
     kind: Any = type(module)
-    linear = kind.forward in (nn.Linear.forward, Linear.forward)
-    conv = kind.forward in (nn.Conv2d.forward, Conv2d.forward)
-    conv = conv and kind._conv_forward is nn.Conv2d._conv_forward
-    return isinstance(module, (nn.Linear, nn.Conv2d)) and not (linear or conv)
+    if isinstance(module, nn.RNNBase):
+        return kind.forward not in (*recurrent.FORWARDS, recurrent.LSTM.forward)
+    if isinstance(module, nn.Linear):
+        return not computes_linear(kind)
+    torchs = next((torchs for torchs in CONVOLUTIONS if isinstance(module, torchs)), None)
+    return torchs is not None and not (issubclass(kind, Convolution) or _convolves_as(kind, torchs))
 
 
 def _weights(module: nn.Module, recurse: bool = False) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
+from ..functional._outliers import split
 from ..functional._products import Product
 from ..functional.operands import Operand
 from ..recipes import Recipe
@@ -20,10 +21,19 @@ def product_of(
     """What a linear layer brings for an input of `dtype`: its weight, which may be computed anew
     where it is read, as [N, K], the dtype of its output, and its count of clipped values."""
     out_dtype, delayed, quantized_weight, clipped = layer._state(dtype, weight.device, recipe)
+    outliers = layer._outliers() if recipe.has_outliers else None
     main_grad = main_grad_of("linear", weight)
     if layer._is_transposed:
         weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
-    return Product(main_grad, delayed, quantized_weight, layer._path), weight, out_dtype, clipped
+    product = Product(main_grad, delayed, quantized_weight, layer._path, outliers)
+    return product, weight, out_dtype, clipped
+
+
+def cast_weight(layer: Layer, weight: torch.Tensor) -> Operand:
+    """The operand of weight [N, K], for all three products."""
+    indices = layer._outliers()
+    rest = weight if indices is None else split(weight, indices)[0]
+    return operands.cast(rest, "w", layer.recipe, layer._delayed(), use_t=True)
 
 
 class Linear(Layer, torch.nn.Linear):
@@ -36,12 +46,13 @@ class Linear(Layer, torch.nn.Linear):
     reports; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for the
     formulas and errors.
 
-    A delayed recipe and one with clip_activations add buffers: see `mixprec.nn.Layer`.
+    A delayed recipe and one with clip_activations or outliers add buffers: see `mixprec.nn.Layer`.
     `mixprec.update_scales` says when delayed scales change. State dicts of nn.Linear can be loaded,
     which resets the scales; `mixprec.scaling.plain_state_dict` returns one for nn.Linear.
     """
 
     __module__ = "mixprec.nn"  # the path that pickle stores
+    _takes_outliers = True
 
     def __init__(
         self,
@@ -62,6 +73,7 @@ class Linear(Layer, torch.nn.Linear):
         x = input
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
+            self._watch_main_grads()
             return super().forward(x)
         weight = self.weight
         with _region.without_modes():
@@ -70,7 +82,7 @@ class Linear(Layer, torch.nn.Linear):
             return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:
-        return operands.cast(self.weight, "w", self.recipe, self._delayed(), use_t=True)
+        return cast_weight(self, self.weight)
 
     def extra_repr(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"

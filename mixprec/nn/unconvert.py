@@ -29,8 +29,8 @@ def unconvert(model: nn.Module) -> nn.Module:
     DistributedDataParallel anew, which keeps a list of its buffers.
 
     What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
-    back) and the 8-bit weights of `freeze`. `mixprec.autocast(enabled=False)` has the effect for a
-    region only.
+    back) and the weights that `freeze` stored in 8 or 4 bits. `mixprec.autocast(enabled=False)` has
+    the effect for a region only.
 
     TypeError if `model` is not a module. ValueError, before anything is changed, for a layer whose
     forward was replaced, as by a wrapper that calls the one of `convert`, and for one whose class

@@ -137,8 +137,7 @@ class Hooked(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Stacked weights, one product for each expert and its tokens, by no function that convert
-    knows."""
+    """Stacked weights, one product for each expert and its tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def made(path: str, name: str) -> Iterator[nn.Module]:
     else:
         first, act_name, last, dropout = next(
             names for names, entries in transformers_classes.MLPS.items()
-            if any(fused_transformers._place(entry) == (path, name) for entry in entries.split())
+            if any(fused_transformers.place(entry) == (path, name) for entry in entries.split())
         )  # fmt: skip
         for act in ACTS if name in ("LlamaMLP", "ViTMLP") else ACTS[:3:2]:
             parts: dict[str, nn.Module] = {layer: nn.Linear(K, 80) for layer in first}
@@ -104,9 +104,9 @@ def encoder_layer(path: str, name: str, act: str = "gelu") -> Any:
     """A layer of which the method feed_forward_chunk alone can be called."""
     entry = next(
         e for e in transformers_classes.ENCODERS.split()
-        if fused_transformers._place(f"{e.partition(':')[0]}Layer") == (path, name)
+        if fused_transformers.place(f"{e.partition(':')[0]}Layer") == (path, name)
     )  # fmt: skip
-    half = fused_transformers._place(fused_transformers._halves(entry))[1]
+    half = fused_transformers.place(fused_transformers._halves(entry))[1]
     act_fn, norm = transformers.activations.ACT2FN[act], nn.LayerNorm(K, eps=0.3)
     parts = {"dense": nn.Linear(K, 80), "intermediate_act_fn": act_fn}
     first = with_attributes(class_of(path, f"{half}Intermediate"), **parts)

@@ -1,8 +1,9 @@
-"""LoRA and DoRA of peft on converted models and on frozen 8-bit bases."""
+"""LoRA and DoRA of peft on converted models and on bases frozen in 8 and in 4 bits."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from by_hand import (
 from torch import nn
 
 import mixprec
-from mixprec.frozen import FrozenLinear
+from mixprec.frozen import FORMATS, FrozenLinear
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 
@@ -41,10 +42,13 @@ def convert(model: Any) -> Any:
     return mixprec.cast_parameters(mixprec.convert(model, DELAYED), torch.bfloat16)
 
 
+def freeze(model: Any, fmt: str) -> Any:
+    return mixprec.freeze(model.to(torch.bfloat16), fmt)[0]
+
+
 BASES = {
     "converted to fp8-delayed": convert,
-    "frozen to int8": lambda model: mixprec.freeze(model.to(torch.bfloat16), "int8")[0],
-    "frozen to fp8": lambda model: mixprec.freeze(model.to(torch.bfloat16), "fp8")[0],
+    **{f"frozen to {fmt}": partial(freeze, fmt=fmt) for fmt in FORMATS},
 }
 bases = pytest.mark.parametrize("base", BASES)
 methods = pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
@@ -116,7 +120,7 @@ def test_merge_and_unload(base: str, use_dora: bool, safe: bool) -> None:
 
 @bases
 def test_modules_to_save(base: str) -> None:
-    """modules_to_save stay trainable, and out of the 8-bit codes"""
+    """modules_to_save stay trainable, and are not frozen"""
     config = peft.LoraConfig(target_modules=["0"], modules_to_save=["3"])
     model = BASES[base](peft.get_peft_model(network(), config))
     model(torch.ones(2, 16).bfloat16()).float().sum().backward()

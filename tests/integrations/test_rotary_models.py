@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("entry", transformers_classes.ROTARY.split())
 def test_one_pass_has_the_bits_of_the_function(entry: str, calls: list[torch.Tensor]) -> None:
-    path = fused_transformers._place(f"{entry}/")[0]
+    path = fused_transformers.place(f"{entry}/")[0]
     module: Any = importlib.import_module(f"transformers.{path}")
     fused_transformers.register()
     function = module.apply_rotary_pos_emb

@@ -83,6 +83,7 @@ def _with_state(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 linear, conv2d = _with_state(functional.linear), _with_state(functional.conv2d)
+convolution = _with_state(functional.convolution)
 
 # The function, and shapes of x and weight that fit.
 OPS = {

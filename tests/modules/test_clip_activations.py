@@ -126,7 +126,7 @@ def test_the_counter_is_a_buffer_that_no_state_dict_has(kind: str) -> None:
 
 
 @for_each("kind", KINDS)
-def test_compiled_it_counts_the_same(kind: str, fresh_compiler: None) -> None:
+def test_compiled_it_counts_the_same(kind: str) -> None:
     layer, results = make(kind), []
     for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         layer.clipped.zero_()

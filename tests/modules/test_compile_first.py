@@ -38,7 +38,6 @@ def test_the_first_call_of_a_process() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_a_choice_is_not_written_down_while_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where it is made at the first call."""
     for op in OPS.values():

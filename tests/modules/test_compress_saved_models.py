@@ -149,7 +149,6 @@ def test_convert_runs_the_model_compressed_until_unconvert() -> None:
     assert type(model[0].attention.proj) is nn.Linear
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_saves_as_ever() -> None:
     """In one graph, which each further block uses again."""
     model, x = model_and_batch()

@@ -148,7 +148,6 @@ def step(layer: torch.nn.Module, run: Callable[..., torch.Tensor]) -> list[torch
     return [y.detach(), grad]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("enter", "blocks"),
     [(mixprec.autocast, ("bf16", "fp16")), (mixprec.simulate, ("hopper", "ada"))],
@@ -172,7 +171,6 @@ def test_compiled_and_recomputed_layers_follow_the_block(
                 assert_same_lists(step(layer, again), want)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_follows_the_block_of_its_thread() -> None:
     found: list[list[bool]] = []
 

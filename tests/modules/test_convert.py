@@ -171,8 +171,8 @@ def test_a_pattern_that_matches_nothing_is_told_the_names() -> None:
 
 
 def test_a_model_without_layers_to_convert() -> None:
-    model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1), nn.ReLU())
-    nothing = r"no nn.Linear or nn.Conv2d to convert in: 2 Conv1d, 1 Sequential, 1"
+    model = nn.Sequential(nn.Embedding(1, 1), nn.Embedding(1, 1), nn.ReLU())
+    nothing = r"no linear layer, convolution or attention to convert in: 2 Embedding, 1 Seq"
     with pytest.warns(UserWarning, match=nothing):
         assert convert(model) is model
 

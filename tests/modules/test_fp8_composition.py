@@ -114,9 +114,7 @@ WAYS: dict[str, Callable[[nn.Sequential], Callable]] = {
         *(("all", r, "cnn") for r in ("fp8", "fp8-delayed", "fp16")),
     ],
 )
-def test_bits_do_not_depend_on_the_way(
-    way: str, recipe: str, kind: str, fresh_compiler: None
-) -> None:
+def test_bits_do_not_depend_on_the_way(way: str, recipe: str, kind: str) -> None:
     """With accumulation, and the scales of delayed scaling across steps."""
     model = make(recipe, kind)
     around = {"around": reuse_weights} if way == "all" else {}
@@ -124,7 +122,7 @@ def test_bits_do_not_depend_on_the_way(
     assert_same(got, train(make(recipe, kind), micro_batches=3))
 
 
-def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> None:
+def test_two_compiled_passes_before_their_backwards() -> None:
     models = make("fp8-delayed"), make("fp8-delayed")
     for model, forward in zip(models, (models[0], compiled(models[1])), strict=True):
         for sizes in ((3, 2, 1), (4, 5, 6)):  # the largest in the first, and in the last pass

@@ -35,7 +35,7 @@ def no_compiler() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_compiler: None) -> None:
+def inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # and nothing from its cache
     if reason := no_compiler():
         pytest.skip(reason)

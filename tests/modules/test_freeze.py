@@ -1,4 +1,4 @@
-"""freeze: weight-only 8-bit modules for inference, their report, saving and loading."""
+"""freeze: weight-only modules for inference in 8 and 4 bits, their report, saving and loading."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import independent as ind
 import pytest
 import torch
 from cases import WIDE, for_each, pairwise
@@ -15,7 +16,18 @@ from torch import nn
 
 import mixprec
 from mixprec.frozen import FORMATS, FrozenLinear
+from mixprec.frozen_linear import STORAGES
 from mixprec.ops.int8 import dequantize_int8, quantize_int8
+
+# dB; bytes of the weight of the first layer of `mlp`.
+SQNR = {"int8": 35.0, "fp8": 25.0, "mxfp4": 15.5, "nvfp4": 16.0, "nf4": 17.0}
+BYTES = {
+    "int8": 130 * 96 + 4 * 130,
+    "fp8": 130 * 96 + 4 * 130,
+    "mxfp4": 130 * 96 // 2 + 130 * 3,
+    "nvfp4": 130 * 96 // 2 + 130 * 6 + 4,
+    "nf4": 130 * 96 // 2 + 195 + 4 + 4,
+}
 
 
 def mlp() -> nn.Sequential:
@@ -44,6 +56,11 @@ def test_what_is_refused() -> None:
         mixprec.freeze(mlp(), "int4")
     with pytest.raises(ValueError, match="compute_dtype must be"):
         mixprec.freeze(mlp(), compute_dtype=torch.float64)
+    with pytest.raises(ValueError, match='double_quant must be left out for int8: it is of "nf4"'):
+        mixprec.freeze(mlp(), "int8", double_quant=False)
+    frozen, _ = mixprec.freeze(mlp(), "nf4")
+    with pytest.raises(TypeError, match=r"input must be fp32, bf16 or fp16, got torch\.int8"):
+        frozen(torch.ones(2, 96, dtype=torch.int8))
 
 
 @for_each("fmt, bad", pairwise(FORMATS, [float("nan"), float("inf")]))
@@ -61,20 +78,24 @@ def test_outputs_are_close_to_the_trained_model(fmt: str) -> None:
     model = mlp()
     x = torch.randn(4, 7, 96)
     expected = model(x)
-    limit = 35.0 if fmt == "int8" else 25.0
+    limit = SQNR[fmt]
     for dtype in WIDE:
         frozen, report = mixprec.freeze(copy.deepcopy(model), fmt)
+        before = [t.clone() for t in frozen[0].stored]
         y = frozen.to(dtype)(x.to(dtype))
+        for got, want in zip(frozen[0].stored, before, strict=True):
+            ind.assert_same_bits(got, want)
         assert (y.dtype, y.shape) == (dtype, expected.shape)
         assert mixprec.testing.sqnr(expected, y) >= limit
         assert all(layer.sqnr >= limit for layer in report.layers)
         assert frozen[0].weight.element_size() == 1
-        assert frozen[0].weight_scale_inv.dtype == torch.float32
 
     frozen, report = mixprec.freeze(model, fmt)
     first = report.layers[0]
     assert (first.name, first.shape) == ("0", (130, 96))
-    assert (first.bytes_before, first.bytes_after) == (4 * 130 * 96, 130 * 96 + 4 * 130)
+    assert (first.bytes_before, first.bytes_after) == (4 * 130 * 96, BYTES[fmt])
+    assert first.bits == 8 * BYTES[fmt] / (130 * 96)
+    assert f"{first.bits:.3f}" in str(report)
     assert report.bytes_before == 4 * (130 * 96 + 130 + 33 * 130)
     assert report.bytes_after == sum(t.nbytes for t in frozen.state_dict().values())
     assert "the whole model: " in str(report)
@@ -92,6 +113,38 @@ def test_save_and_load_on_meta(fmt: str, tmp_path: Path) -> None:
     assert all(layer.sqnr != layer.sqnr for layer in report.layers)  # nan: nothing to compare
     empty.load_state_dict(torch.load(tmp_path / "frozen.pt", weights_only=True), assign=True)
     assert torch.equal(empty(x), model(x))
+
+
+@for_each("double_quant, bits", [(True, 4.127), (False, 4.5)])
+def test_nf4(double_quant: bool, bits: float) -> None:
+    """Bits an element; without double quantization; and a state dict that does not fit"""
+    model, report = mixprec.freeze(nn.Linear(512, 256), "nf4", double_quant=double_quant)
+    assert report.layers[0].bits == pytest.approx(bits, abs=5e-4)
+    assert "weight_nested_absmax" in model.state_dict() or not double_quant
+    other, _ = mixprec.freeze(nn.Linear(512, 256), "nf4", double_quant=not double_quant)
+    with pytest.raises(RuntimeError, match=r"weight_(nested_)?absmax"):
+        other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_copies_and_what_is_compiled_compute_the_same(fmt: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    frozen, _ = mixprec.freeze(nn.Linear(37, 21), fmt)  # an odd K, and a ragged last block
+    x = torch.randn(5, 37)
+    want = frozen(x)
+    torch.save(frozen, tmp_path / "layer.pt")  # pickled; pickle itself takes no FP8 tensors
+    loaded = torch.load(tmp_path / "layer.pt", weights_only=False)
+    for other in (copy.deepcopy(frozen), loaded):
+        assert torch.equal(other(x), want)
+    compiled = torch.compile(frozen, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), want)
+    w = frozen.dequantize()
+    assert (w.dtype, w.shape) == (torch.float32, (21, 37))
+    ind.assert_same_bits(frozen.decoded(torch.bfloat16), w.bfloat16())
+    assert frozen.weight.dtype in (torch.int8, torch.float8_e4m3fn)
+    assert f"in_features=37, out_features=21, bias=True, {fmt}{STORAGES[fmt].scales}" in repr(
+        frozen
+    )
 
 
 def test_codes_never_pass_for_weights() -> None:
@@ -163,3 +216,54 @@ def test_the_report_says_how_much_is_frozen_and_warns() -> None:
         _, report = mixprec.freeze(model)
     line = "in int8: 50% of the weights; left out: Conv2d 50.0% (1: only linear layers are frozen)"
     assert line in str(report).splitlines()
+
+
+@for_each("fmt, other", [(a, b) for a in FORMATS for b in FORMATS if a != b])
+def test_a_state_dict_of_another_format_is_refused(fmt: str, other: str) -> None:
+    """Also with one input, where all shapes agree."""
+    for k in (1, 8):
+        frozen, _ = mixprec.freeze(nn.Linear(k, 4), fmt)
+        kept = {name: t.clone() for name, t in frozen.state_dict().items()}
+        wrong = mixprec.freeze(nn.Linear(k, 4), other)[0].state_dict()
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=r"weight_|FrozenLinear"):
+                frozen.load_state_dict(wrong, assign=assign)
+        assert all(
+            torch.equal(frozen.state_dict()[n], t) for n, t in kept.items() if "bias" not in n
+        )
+
+
+@for_each("fmt", FORMATS)
+def test_hooks_attributes_and_own_forwards(fmt: str) -> None:
+    model, called = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 4), nn.Linear(4, 4)), []
+    handle = model[0].register_forward_hook(lambda module, args, out: 2 * out)
+    model[0].register_full_backward_hook(lambda *_: called.append(1))
+    model[0].label = "first"
+    plain = model[1].forward
+    model[1].forward = lambda x: 2 * plain(x)
+    model, report = mixprec.freeze(model, fmt)
+    assert report.left == {"1": "its forward pass was replaced"}
+    assert model[0].label == "first"
+    x = torch.randn(3, 32, requires_grad=True)
+    twice = model[0](x)
+    twice.sum().backward()
+    handle.remove()
+    assert torch.equal(twice, 2 * model[0](x))
+    assert called == [1]
+
+
+@for_each("fmt", FORMATS)
+def test_trained_biases_casts_and_encoders(fmt: str) -> None:
+    linear = nn.Linear(32, 8)
+    linear.weight.requires_grad_(False)  # as bias="all" of peft leaves it
+    bias = linear.bias
+    frozen, _ = mixprec.freeze(linear, fmt)
+    assert frozen.bias is bias
+    frozen(torch.randn(3, 32)).sum().backward()
+    assert torch.equal(bias.grad, torch.full((8,), 3.0))
+    assert frozen.to(torch.bfloat16).source_dtype == frozen.bias.dtype == torch.bfloat16
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 3, 16)
+    want = encoder(x)
+    with torch.no_grad():
+        assert (mixprec.freeze(encoder, fmt)[0](x) - want).abs().max() < 1

@@ -103,7 +103,6 @@ def test_autocast_casts_the_operands(dtype: torch.dtype) -> None:
         ind.assert_same_bits(x, y.float())
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled() -> None:
     """Forward and backward in one graph, with bits as without; another length compiles anew."""
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)

@@ -154,7 +154,7 @@ def test_autocast_outside_does_not_change_the_arithmetic(
         *(("fp8", "1x1"), ("fp8-block", "3x3")),
     ],
 )
-def test_compiles_without_graph_breaks(recipe: str, kind: str, fresh_compiler: None) -> None:
+def test_compiles_without_graph_breaks(recipe: str, kind: str) -> None:
     op, x_shape, w_shape = OPS[kind]
 
     def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

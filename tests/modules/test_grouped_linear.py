@@ -154,7 +154,6 @@ def test_nothing_is_read_on_the_host(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8"])
 def test_compiled_checkpointed_and_transformed(recipe: str) -> None:
     """The same bits; with other ends no new compilation. A checkpoint may keep results of ops."""
-    torch._dynamo.reset()
     ops = [getattr(torch.ops.mixprec, name).default for name in OPS]
     keep = functools.partial(create_selective_checkpoint_contexts, ops)
 

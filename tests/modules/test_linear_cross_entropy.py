@@ -274,7 +274,6 @@ def test_no_tensor_has_all_logits(recipe: str) -> None:
     assert mode.size == classes * 16  # the gradient of the weight
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled(reduction: str) -> None:
     """Forward and backward in one graph each, for a second number of tokens too."""

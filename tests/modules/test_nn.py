@@ -1,4 +1,4 @@
-"""mixprec.nn.Linear and Conv2d: torch's modules in everything but the arithmetic."""
+"""mixprec.nn.Linear and convolutions: torch's modules in everything but the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 import mixprec
 from mixprec import functional
-from mixprec.nn import Conv2d, Linear, _loss_scaling
+from mixprec.nn import Conv2d, ConvTranspose2d, Linear, _loss_scaling
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import BUFFERS, plain_state_dict, update_scales
 from mixprec.testing import sqnr
@@ -32,11 +32,18 @@ def kind_of_conv(kernel: int) -> Kind:
     return *makes, (2, 4, 9, 7), *(partial(f, stride=2) for f in (F.conv2d, functional.conv2d))
 
 
+def upsampling() -> Kind:
+    makes = (partial(conv, 4, 6, 3, 2) for conv in (ConvTranspose2d, nn.ConvTranspose2d))
+    function = partial(functional.convolution, stride=2, transposed=True)
+    return *makes, (2, 4, 9, 7), partial(F.conv_transpose2d, stride=2), function
+
+
 LINEARS = partial(Linear, 16, 8), partial(nn.Linear, 16, 8)
 KINDS: dict[str, Kind] = {
     "linear": (*LINEARS, (2, 3, 16), F.linear, functional.linear),
     "1x1": kind_of_conv(1),
     "3x3": kind_of_conv(3),
+    "transposed": upsampling(),
 }
 
 
@@ -57,7 +64,7 @@ def test_computes_the_function(kind: str, recipe: str, dtype: torch.dtype) -> No
 
 
 @for_each("kind", KINDS)
-def test_under_autocast_the_output_has_the_autocast_dtype(kind: str, fresh_compiler: None) -> None:
+def test_under_autocast_the_output_has_the_autocast_dtype(kind: str) -> None:
     make, _, shape, *_ = KINDS[kind]
     layer, x = make(), normal(shape, torch.float32).requires_grad_()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

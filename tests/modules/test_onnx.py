@@ -12,7 +12,10 @@ from torch import nn
 
 import mixprec
 
-KINDS = {"bf16": 0.0, "fp8": 0.0, "int8 frozen": 0.01, "fp8 frozen": 0.05}
+KINDS = {
+    **{"bf16": 0.0, "fp8": 0.0, "int8 frozen": 0.01, "fp8 frozen": 0.05},
+    **{f"{fmt} frozen": 0.2 for fmt in ("mxfp4", "nvfp4", "nf4")},
+}
 
 
 @pytest.mark.slow
@@ -20,7 +23,7 @@ KINDS = {"bf16": 0.0, "fp8": 0.0, "int8 frozen": 0.01, "fp8 frozen": 0.05}
 def test_exported_models_run(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 9)).eval()
     model, x, path = copy.deepcopy(plain), normal((4, 16), torch.float32), tmp_path / "model.onnx"
     if kind.endswith("frozen"):
         model, _ = mixprec.freeze(model, kind.split()[0])

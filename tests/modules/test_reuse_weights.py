@@ -143,9 +143,7 @@ LAYERS = {  # and shapes of an input
         *((recipe, "linear", True) for recipe in ("bf16", "fp8", "fp8-delayed", "nvfp4-1x16")),
     ],
 )
-def test_main_grad_takes_the_weight_gradients(
-    recipe: str, kind: str, compile: bool, fresh_compiler: None
-) -> None:
+def test_main_grad_takes_the_weight_gradients(recipe: str, kind: str, compile: bool) -> None:
     make, shape = LAYERS[kind]
     plain = mixprec.cast_parameters(mixprec.convert(make(), nearest(recipe)), torch.bfloat16)
     main = copy.deepcopy(plain)

@@ -52,16 +52,16 @@ def test_another_model_is_another_line(
     assert [line.split()[8] for line in capsys.readouterr().err.splitlines()] == ["bf16:", "fp16:"]
 
 
-@pytest.mark.parametrize("width", [4, 1])  # of the LSTM: 13% and 4% of the weights
+@pytest.mark.parametrize("width", [4, 1])  # of the cell: 13% and 4% of the weights
 def test_what_cannot_be_converted_is_named(width: int, recwarn: pytest.WarningsRecorder) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleDict({"rnn": nn.LSTM(32 // 4, width)}))
+    model = nn.Sequential(nn.Linear(32, 32), nn.ModuleDict({"rnn": nn.LSTMCell(32 // 4, width)}))
     mixprec.convert(model, "bf16")
     found = [str(one.message) for one in recwarn]
     if width == 1:
         assert not found
     else:
         (text,) = found
-        assert "LSTM 15.8% (1.rnn: there is no such layer in mixprec.nn)" in text
+        assert "LSTMCell 15.8% (1.rnn: there is no such layer in mixprec.nn)" in text
 
 
 @for_each("torchs", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])

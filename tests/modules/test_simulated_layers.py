@@ -96,7 +96,7 @@ def test_second_derivatives() -> None:
     assert torch.allclose(*seconds, rtol=0.05, atol=0.5)
 
 
-def test_compiled_block(fresh_compiler: None) -> None:
+def test_compiled_block() -> None:
     a = normal((9, 256), torch.float32).to(torch.float8_e4m3fn)
 
     def product() -> torch.Tensor:

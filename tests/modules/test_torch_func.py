@@ -190,7 +190,6 @@ def test_a_monitor_leaves_out_what_torch_func_runs_and_audit_does_not() -> None:
     assert all(20 < model_sqnr(task.layer, run)[""][name] < 50 for name in ("y", "grad_weight"))
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_torch_compile_leaves_transforms_to_torch_func() -> None:
     """Traced, they would give a gradient of 0."""
     task = Task("linear", "fp8")

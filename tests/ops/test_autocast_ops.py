@@ -26,9 +26,6 @@ SCALES = (torch.tensor(1 + 2.0**-20), torch.linspace(0.5, 1.7, N)[None, :])
 BIAS = torch.linspace(-1, 1, N) * (1 + 2.0**-20)
 
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
 def operands(a: torch.dtype, b: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return normal((M, K), FP32, seed=1).to(a), normal((K, N), FP32, seed=2).to(b)
 

@@ -210,7 +210,7 @@ def vendor_on_cpu() -> Iterator[list[str]]:
 
 
 def test_the_choice_compiles_into_one_graph(
-    gpu: pytest.MonkeyPatch, fresh_compiler: None, vendor_on_cpu: list[str], tmp_path: Path
+    gpu: pytest.MonkeyPatch, vendor_on_cpu: list[str], tmp_path: Path
 ) -> None:
     """fullgraph, also where the table is first read while tracing; another choice is traced anew.
     (The variant "cuda" is the op mixprec::gemm, which has a kernel for these tensors too.)"""
@@ -230,9 +230,7 @@ def test_the_choice_compiles_into_one_graph(
     assert vendor_on_cpu == ["vendor"]
 
 
-def test_sizes_that_change_compile_too(
-    gpu: pytest.MonkeyPatch, fresh_compiler: None, vendor_on_cpu: list[str]
-) -> None:
+def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: list[str]) -> None:
     """With M left open, the choice is made for all of a size class at once."""
     graphs = []
 

@@ -103,9 +103,7 @@ def test_t_and_transposed(backend: str, granularity: str) -> None:
         mixprec.quantize(x[0], "e4m3", granularity=granularity).t()
 
 
-def test_one_compiled_function_reads_the_scale_of_each_call(
-    backend: str, fresh_compiler: None
-) -> None:
+def test_one_compiled_function_reads_the_scale_of_each_call(backend: str) -> None:
     def step(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = mixprec.quantize(x, "e4m3", scale)
         return q.scale_inv, mixprec.dequantize(q)

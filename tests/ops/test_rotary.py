@@ -80,7 +80,6 @@ def test_both_forms_of_the_factors() -> None:
     ind.assert_same_bits(rotary(x, *low), rotary(x, *(f.float() for f in low)))
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled() -> None:
     """Forward and backward, for a second shape too."""
     compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.*",),
     ("ops",),
     ("_recipe_aliases", "_local_gradients"),
-    ("_unrounded",),
+    ("_unrounded", "_recipe_checks"),
     ("recipes",),
     ("functional.operands", "scaling", "grad_report", "distributed", "memory", "availability"),
     ("functional",),
@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "env", "diagnostics.env", "frozen", "lean_training")
+LEAVES = ("testing", "env", "diagnostics.env", "frozen", "frozen_linear", "lean_training")
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
     "quantize": "amax.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "

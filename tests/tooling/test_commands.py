@@ -231,7 +231,7 @@ def test_the_packages_that_make_asks_for_are_the_extras() -> None:
         (ROOT / "pyproject.toml").read_text(),
         (ROOT / ".ci/environment.mk").read_text(),
     )
-    for extra in ("test", "demo", "lint"):
+    for extra in ("test", "demo", "docs", "lint"):
         (declared,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
         (asked,) = re.findall(rf"^PACKAGES_{extra} := (.*)$", listed, re.MULTILINE)
         # Packages for some systems only (Triton) are optional: their tests are skipped.

@@ -33,6 +33,8 @@ CHECKS = {
         "assert saved.keys() == again.keys()\n"
         "assert all(torch.equal(saved[name], again[name]) for name in saved)"
     ),
+    ("docs/integrations.md", "peft"): "assert report.layers and all('lora' in n for n, p in "
+    "model.named_parameters() if p.requires_grad)",
     ("docs/recipes.md", "FP16 outputs that overflow"): "assert clipped['0'] > 0",
 }
 PRINTED = {
@@ -42,6 +44,7 @@ PRINTED = {
         "the whole model: ",  # the report of freeze
         "(?m)^recipe",  # the table of compare
     ),
+    "docs/recipes.md": (r" 4\.1[23]\d ", r"the whole model: .* \(13%\), nf4"),
     "docs/audit.md": (
         r"- 2 \(Linear\): fp32, because mixprec.convert has left it out; 83.5% of the FLOPs",
         r"2       product     fp32      fp32  fp32     as made  12.6 M      -",
@@ -49,6 +52,13 @@ PRINTED = {
     ),
     "docs/memory.md": (r"plain +int8\n-+\nparameters +2\.1\d MB",),
     "docs/optimizers.md": (r"2\.bias: 1 Inf among 8",),
+    "docs/start.md": (r"layers\.1\.linear2 +product +bf16 +bf16 +fp32 +recipe bf16",),
+    "docs/troubleshooting.md": (
+        r"- 0: 50\.5% of the inputs overflow in fp16",
+        r"True 32768\.0\n0\.weight: 16,384 NaN among 16,384",
+        "they part nowhere by more than rounding explains",
+        r"100\.0% recipe fp16",
+    ),
 }
 
 
@@ -100,9 +110,9 @@ def test_blocks_run(
             try:
                 exec(compile(code, page, "exec", dont_inherit=True), names)
             except ModuleNotFoundError as error:
-                if error.name != "transformers":
+                if error.name not in ("transformers", "peft"):
                     raise
-                pytest.skip(f"{page}:{block.line} needs transformers")
+                pytest.skip(f"{page}:{block.line} needs {error.name}")
     printed = capsys.readouterr().out
     for pattern in PRINTED.get(page, ()):
         assert re.search(pattern, printed), pattern

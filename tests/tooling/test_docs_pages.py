@@ -29,6 +29,14 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_page_and_public_name_has_its_place_on_the_site() -> None:
+    index, api = (DOCS / "index.md").read_text(), (DOCS / "api.md").read_text()
+    pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
+    assert pages == {line for line in index.splitlines() if re.fullmatch(r"\w+", line)}
+    names = {*re.findall(r":: (\w+)$", api, re.M), *re.findall(r":: mixprec\.(\w+)$", api, re.M)}
+    assert {*mixprec.__all__} - names == {"BF16", "E4M3", "E5M2", "FP16"}  # named in a sentence
+
+
 def saved_by_the_gpt() -> list[str]:
     """The table of docs/memory.md in MB. `python tests/tooling/test_docs_pages.py` prints it."""
     from gpt_model import GPT, GPTConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mixprec.bench import results
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / ".ci"))  # of pythons.py, beside it
 VERSIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
 ROWS = results.read_json(ROOT / results.CPU / "versions.json")["rows"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,11 +26,8 @@ Row = tuple[Any, ...]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
+def _nothing_compiled() -> None:
     torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def rows(audit: mixprec.Audit) -> Counter[Row]:

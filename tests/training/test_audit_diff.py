@@ -334,3 +334,32 @@ def test_what_amplifies_a_rounding_error() -> None:
     assert all(torch.equal(value, before[name]) for name, value in cancels.state_dict().items())
     with pytest.raises(TypeError, match="model_b must be None with perturb=True"):
         mixprec.bisect(cancels, None, x)
+
+
+@pytest.mark.parametrize("kind", ["inputs", "weights"])
+def test_one_element_that_overflows_in_fp16_is_where_they_part(kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.Linear(64, 8))
+        with torch.no_grad():
+            if kind == "weights":
+                layers[2].weight[3, 5] = 1e5
+            else:
+                layers[0].bias[7] = 1e5
+        return layers
+
+    x, fp16 = torch.randn(64, 64), mixprec.convert(make(), "fp16")
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.float().square().mean()
+
+    found = mixprec.audit(fp16, x, loss=loss, sqnr=True).findings
+    share = "0.2%" if kind == "inputs" else "0.0031%"
+    assert f"2: {share} of the {kind} overflow in fp16" in found
+    diff = mixprec.bisect(make(), fp16, x, loss=loss)
+    one = kind.removesuffix("s")
+    assert diff.said == (
+        f"2, y in forward: in the second step the cast of its {one} has Inf or NaN where FP32 has "
+        "none"
+    )
+    assert "overflow" not in str(mixprec.audit(make(), x, loss=loss, sqnr=True).findings)

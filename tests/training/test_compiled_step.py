@@ -37,7 +37,6 @@ class Run:
         return [*self.model.state_dict().values(), *states, self.scaler.get_scale()]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("recipe", "scaled", "kind"),
     [

@@ -3,6 +3,7 @@
 
 #include "loops.h"
 #include "math/exp.h"
+#include "math/nf4.h"
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"

@@ -54,6 +54,14 @@ struct Registers {
     Words32 low = __builtin_shuffle((Words32)a, (Words32)b, even);
     return __builtin_shuffle((Words32)a, (Words32)b, even + 1) | (low < 1 ? low : 1);
   }
+  // Finite numbers, to nearest.
+  static Words16 round(Floats16 x, Fp16) {
+    return (Words16)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  }
+  static Words16 round(Floats16 x, Bf16) {
+    Uints16 u = (Uints16)x;
+    return narrow((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
+  }
   static Words32 lower(Words16 x) { return (Words32)_mm512_castsi256_si512((__m256i)x); }
   static Words32 look_up(Words32 table, Words32 index) {  // by the low 5 bits
     return (Words32)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)index, (__m512i)table);

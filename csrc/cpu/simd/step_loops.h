@@ -144,7 +144,7 @@ inline float* read_state(const StepArrays& a, int s, int64_t begin, int64_t n, f
 inline void draw_blocks(const StepArrays& a, int64_t begin, Buffers& b) {
   auto keep = [&](Stream stream, int64_t first, uint16_t* out, int64_t n) {
     draw(a, stream, first, n, b);
-    __builtin_memcpy(out, b.bits, static_cast<size_t>(n) * sizeof(uint16_t));
+    __builtin_memcpy(out, b.bits, n * sizeof(uint16_t));
   };
   keep(kParamStream, 0, b.in_block[kParamStream], kState8Block);
   keep(kFirstStateStream, 0, b.in_block[kFirstStateStream], kState8Block);
@@ -200,7 +200,7 @@ inline void for_f64(const StepArrays& a, int64_t begin, int64_t end, const Updat
     if (a.state[s]) state[s] = element<double>(a.state[s], begin);
   }
   update(p, static_cast<const double*>(a.grad) + begin, state[0], state[1], n);
-  if (p != param) __builtin_memcpy(param, p, static_cast<size_t>(n) * sizeof(double));
+  if (p != param) __builtin_memcpy(param, p, n * sizeof(double));
 }
 
 template <class Rule, int variant, class Real>

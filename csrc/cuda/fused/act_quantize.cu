@@ -12,9 +12,8 @@ MaybeTensor checked_up(const MaybeTensor& up, const Tensor& x, const std::string
   return checked(up, x, false, op + ": up");
 }
 
-Quantized act_quantize_op(Tensor x, MaybeTensor up, std::string kind, ScalarType type,
-                          MaybeTensor scale, bool transpose, std::string granularity,
-                          bool power_of_two_scale) {
+Quantized act_quantize_op(Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
+                          bool transpose, Text granularity, bool power_of_two_scale) {
   Activation activation = activation_of(kind, "act_quantize");
   OnDevice device(x);
   x = checked(x, x, false, "act_quantize: x");
@@ -32,9 +31,8 @@ Quantized nothing(const Tensor& x, ScalarType type) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-act_backward_op(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType type,
-                MaybeTensor scale, bool transpose, std::string granularity,
-                bool power_of_two_scale) {
+act_backward_op(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
+                bool transpose, Text granularity, bool power_of_two_scale) {
   Activation activation = activation_of(kind, "act_backward");
   OnDevice device(x);
   x = checked(x, x, false, "act_backward: x");

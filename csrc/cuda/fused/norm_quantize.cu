@@ -9,7 +9,7 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize_op(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
-    bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
+    bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
     bool power_of_two_scale) {
   STD_TORCH_CHECK(x.dim() > 0, "norm_quantize: x must have 1 or more dimensions");
   OnDevice device(x);

@@ -21,7 +21,7 @@ Tensor amax_op(Tensor x) {
 }
 
 Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
-                      std::string granularity, bool power_of_two_scale) {
+                      Text granularity, bool power_of_two_scale) {
   Dtype from = float_dtype(x, "quantize: x");
   STD_TORCH_CHECK(type != ScalarType::Float && type != ScalarType::Double,
                   "quantize: dtype must be fp8, fp16 or bf16");

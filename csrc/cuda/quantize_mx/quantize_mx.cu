@@ -13,8 +13,8 @@ using QuantizedMx = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 
-QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool transpose,
-                           MaybeTensor seed, bool swizzled, bool with_amax) {
+QuantizedMx quantize_mx_op(Tensor x, Text fmt, Text mode, bool transpose, MaybeTensor seed,
+                           bool swizzled, bool with_amax) {
   auto [dtype, format, how] = check_block_cast(x, fmt, mode, transpose, seed);
   OnDevice device(x);
   x = row_major(x);
@@ -50,8 +50,8 @@ QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool tra
   return {data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, largest};
 }
 
-Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv,
-                        std::string fmt, int64_t columns, ScalarType type) {
+Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
+                        int64_t columns, ScalarType type) {
   Dtype dtype = float_dtype(type, "dequantize_mx: dtype");
   BlockFormat format = block_format(fmt, "dequantize_mx");
   auto [rows, cols] = check_blocks(data, scale_inv, tensor_scale_inv, format, columns);

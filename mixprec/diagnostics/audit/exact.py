@@ -42,6 +42,8 @@ _OPAQUE = {
 _DRAWN = {aten.rrelu_with_noise, aten.rrelu_with_noise_, aten._fused_dropout}
 _MOVES = {aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_}
 COPY = aten.copy_.default
+# Whose results have the role of what they are parts of.
+PARTS = (torch.ops.aten.index_select.default, torch.ops.aten.index_fill.int_Scalar)
 TORCHS_CASTS = {aten._to_copy.default, COPY}
 
 

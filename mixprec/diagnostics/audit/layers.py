@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...recipes import OUTLIERS
 from ..stats.layers import measured_layers, say_what_is_left_out
 from ..stats.products import PRODUCTS, REMEDIES, Sqnr, below_bar
 from ..unchanged import unchanged
@@ -34,10 +36,17 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
         run()
     lost: dict[str, dict[str, Lost]] = {}
     for op in audit.ops:
-        if op.module in layers and op.decided.split()[0] in (casts.RECIPE, casts.OVERRIDE):
+        source, _, recipe = op.decided.partition(" ")
+        if op.module in layers and source in (casts.RECIPE, casts.OVERRIDE):
             for product in op.lost.keys() & {*PRODUCTS}:
                 mine = lost.setdefault(op.module, {}).setdefault(product, Lost())
-                mine.add(op.lost[product])
+                one = op.lost[product]
+                if recipe == OUTLIERS.name:  # g was cast for the other features, too
+                    kept = {role: o for role, o in one.operands.items() if role != "g"}
+                    one = replace(one, operands=kept)
+                elif product == "y" and layers[op.module].recipe.outliers:  # type: ignore[union-attr]
+                    one = replace(one, own_signal=0.0)  # that of the sum is with the outliers
+                mine.add(one)
     return {name: _judged(layers[name].recipe, lost[name]) for name in layers if name in lost}
 
 

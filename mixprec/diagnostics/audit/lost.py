@@ -23,13 +23,15 @@ def product(roles: Iterable[str]) -> str | None:
 
 @dataclass
 class Operand:
-    """Elements of an operand: their number, the zeros, those that became 0 or Inf or saturated in
-    the cast, the two halves of the SQNR of the cast, and the noise that the format explains."""
+    """Elements of an operand: their number, the zeros, those that became 0, that became Inf or
+    saturated, and of these that became Inf or NaN in the cast, the two halves of the SQNR of the
+    cast, and the noise that the format explains."""
 
     elements: int = 0
     zeros: int = 0
     underflow: int = 0
     overflow: int = 0
+    infinite: int = 0
     signal: float = 0.0
     noise: float = 0.0
     unsaturated: float = 0.0  # of the noise, that of elements which were not cut off
@@ -38,6 +40,8 @@ class Operand:
     @property
     def beyond(self) -> float:
         """The root mean square error of the cast as a multiple of what its format explains."""
+        if self.infinite:
+            return math.inf
         return _ratio(self.unsaturated, self.expected)
 
     @property
@@ -63,6 +67,8 @@ class Operand:
         noise = power(given - used)
         cut = _cut_off(used, given, codes, math.isfinite(noise))
         self.overflow += len(cut)
+        if not math.isfinite(noise):
+            self.infinite += int((~torch.isfinite(used) & torch.isfinite(given)).sum())
         if expected is None:
             return
         self.signal += signal

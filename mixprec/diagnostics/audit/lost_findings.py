@@ -45,7 +45,8 @@ def _beyond(ops: list[tuple[Op, str, Lost]]) -> list[str]:
         note(f"{op.where}, {product(op, name)}", "rounding", lost.beyond)
         for role, operand in lost.operands.items():
             said = f"{op.where}: the cast of its {_WORDS[role]} to {op.precision}"
-            note(said, "the format", operand.beyond)
+            if not operand.infinite:  # that has a sentence with their share
+                note(said, "the format", operand.beyond)
     return sorted(found, key=lambda sentence: -found[sentence])
 
 
@@ -55,16 +56,15 @@ def _cut(ops: list[tuple[Op, str, Lost]], what: str, least: float) -> list[str]:
     for op, _, lost in ops:
         for role, operand in lost.operands.items():
             share = getattr(operand, what) / max(operand.elements, 1)
-            if share >= least:
+            if share >= least or (what == "overflow" and operand.infinite):
                 group = shares[role, op.precision]
                 group[op.where] = max(group.get(op.where, 0.0), share)
     found = []
     for (role, precision), names in shares.items():
         ranked = sorted(names, key=lambda name: -names[name])
-        found.append(
-            f"{joined(ranked, 3)}: {max(names.values()):.1%} of the {_WORDS[role]} {what} in "
-            f"{precision}"
-        )
+        most = 100 * max(names.values())
+        share = f"{most:.1f}%" if most >= 0.1 else f"{most:.2g}%"
+        found.append(f"{joined(ranked, 3)}: {share} of the {_WORDS[role]} {what} in {precision}")
     return found
 
 

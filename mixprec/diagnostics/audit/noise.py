@@ -107,7 +107,9 @@ def _what_if_convolved(
                 return shadow.own(t)
             role = shadow.roles.get(t) or "x"
             wide = shadow.own(t)
-            return what_if.of_convolution(recipe, role, wide, given["weight"]).to(wide.dtype)
+            weight, transposed = given["weight"], bool(given.get("transposed"))
+            seen = what_if.of_convolution(recipe, role, wide, weight, transposed)
+            return seen.to(wide.dtype)
 
         got = ran.again(value)[i]
         if got is not None:

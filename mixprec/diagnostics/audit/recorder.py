@@ -20,7 +20,7 @@ from ...functional import _observed
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
-from ...recipes import Recipe
+from ...recipes import OUTLIERS, Recipe
 from . import casts, compiled, dynamo, noise, ops, points
 from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation, operand_formats
@@ -283,7 +283,7 @@ class Recorder(dynamo.Asked):
         layer = self.owners.module(owner)
         if not isinstance(layer, Layer):
             return casts.RECIPE
-        if recipe != layer.recipe:
+        if recipe not in (*layer._recipes, OUTLIERS):
             return casts.REGION
         return casts.OVERRIDE if layer._is_override else casts.RECIPE
 
@@ -330,7 +330,7 @@ class Recorder(dynamo.Asked):
         operands = [t for name in listed.operands for t in _tensors(args[name])]
         formats = tuple(short(t.dtype) for t in operands)
         owner, gemm, result_decided = place.owner, None, None
-        if listed.kind in ("product", "convolution"):
+        if listed.kind in ("product", "convolution", "rnn"):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
             formats, owner = gemm.formats, self.owners.layer(owner, gemm.name)

@@ -268,7 +268,7 @@ def audit(
         if value.requires_grad:
             value.backward()
     if not torch.isfinite(value):
-        found.findings.insert(0, f"the loss is {float(value)}")
+        found.findings.insert(0, f"the loss is {float(value.detach())}")
     if not value.requires_grad:
         found.notes.append("There was no backward pass: the loss needs no gradient.")
     return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...ops._reference import scale_layout
+from ...ops._reference import recurrent, scale_layout
 from ...ops.act_quantize import act_backward_op, act_quantize_op
 from ...ops.dequantize import dequantize_op
 from ...ops.dequantize_mx import dequantize_mx_op
@@ -18,6 +19,7 @@ from ...ops.norm_quantize import norm_quantize_op
 from ...ops.pack import pack_op, unpack_op
 from ...ops.quantize import quantize_op
 from ...ops.quantize_mx import quantize_mx_op
+from ...ops.recurrent import recurrent_backward_op, recurrent_op
 from .ops import Arguments
 
 Value = Callable[..., torch.Tensor]  # of an argument, FP32; a second one returns those of codes
@@ -176,12 +178,30 @@ CASTS: dict[Any, Rule] = {
     pack_op: _pack,
     unpack_op: _unpack,
 }
+
+
+def _recurrent(steps: Callable[[Any], tuple[torch.Tensor, ...]]) -> Rule:
+    """Of the reference, which takes a weight in FP32 too."""
+
+    def rule(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
+        floats = {n: value(t) for n, t in args.items() if n != "batch_sizes" and _is_tensor(t)}
+        return list(steps(SimpleNamespace(**{**args, "out_dtype": torch.float32, **floats})))
+
+    return rule
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
 PRODUCTS: dict[Any, Rule] = {
     gemm_op: _gemm,
     gemm_simulated_op: _gemm,
     gemm_accumulate_op: _gemm_accumulate,
     gemm_grouped_op: _gemm_grouped,
     gemm_grouped_accumulate_op: _gemm_grouped_accumulate,
+    recurrent_op: _recurrent(recurrent.forward),
+    recurrent_backward_op: _recurrent(recurrent.backward),
 }
 TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,

@@ -128,7 +128,8 @@ class Shadow:
             return
         is_cast = exact.is_cast(func) and len(inputs) > 0
         source = results[0] if not inputs else inputs[1] if func is exact.COPY else inputs[0]
-        role = self.roles.get(source) if is_cast else "g" if is_backward else None
+        carried = self.roles.get(source) if is_cast or func in exact.PARTS else None
+        role = carried or ("g" if is_backward and not is_cast else None)
         fmt, before = None, self.formats.get(source)
         if is_cast:
             fmt = exact.cast_format(func, arguments(func, args, kwargs), results[0])

@@ -24,6 +24,11 @@ def parse(names: Iterable[Recipe | str]) -> dict[str, Recipe]:
                 "audit: what_if must be a recipe with scales of the tensors that it casts, got "
                 f"{recipe.name}, whose scales are of earlier steps"
             )
+        if recipe.outliers:
+            raise ValueError(
+                f"audit: what_if must be a recipe without outliers, got {recipe.name}, whose "
+                "indices are those of a layer"
+            )
         products = tuple((n, replace(r, stochastic_rounding=())) for n, r in recipe.products)
         found[recipe.name] = replace(recipe, stochastic_rounding=(), products=products)
     return found
@@ -51,12 +56,12 @@ def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> tor
 
 
 def of_convolution(
-    recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor
+    recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    """The values of an operand of a convolution, FP32, cast as mixprec.nn.Conv2d casts it: as
-    pixels if it combines only channels, else as [first dimension, all the rest]. recipe: that of
+    """The values of an operand of a convolution, FP32, cast as that of mixprec.nn casts it: as
+    points if it combines only channels, else as [first dimension, all the rest]. recipe: that of
     the product."""
-    if role != "w" and all(size == 1 for size in weight.shape[2:]):
-        pixels = t.movedim(1, -1)
-        return cast(recipe, role, pixels.flatten(0, -2), False).view(pixels.shape).movedim(-1, 1)
+    if role != "w" and not transposed and all(size == 1 for size in weight.shape[2:]):
+        points = t.movedim(1, -1)
+        return cast(recipe, role, points.flatten(0, -2), False).view(points.shape).movedim(-1, 1)
     return cast(recipe, role, t.flatten(1), False).view(t.shape)

@@ -7,7 +7,7 @@ import sys
 
 from ..made import made
 from .assignment import QUANTITIES
-from .plan import plan
+from .planning import plan
 
 _EPILOG = (
     "MODULE is imported as Python does, first from the current directory. FUNCTION returns (model, "

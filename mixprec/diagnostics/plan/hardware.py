@@ -73,9 +73,9 @@ def choose(
     chosen, left = {"bf16": Recipe.parse("bf16")}, {}
     for given in formats:
         recipe = Recipe.parse(given)
-        if recipe.products or recipe.is_delayed or recipe.needs_loss_scaling:
+        if recipe.products or recipe.outliers or recipe.is_delayed or recipe.needs_loss_scaling:
             raise ValueError(
-                "plan: formats must be recipes of all three products without state and without "
+                "plan: formats must be recipes of all three products without state, outliers and "
                 f"loss scaling, got {recipe.name}"
             )
         if Recipe.parse(recipe.name) != recipe:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...functional import is_pointwise
-from ...nn.conv import Conv2d
+from ...nn.conv import Convolution
 from ...nn.conv1d import Conv1D
 from ...nn.kinds import layer_for
 from ...nn.linear import Linear
@@ -22,15 +22,15 @@ def why_not(module: nn.Module) -> str | None:
     kind = _kind(module)
     if issubclass(kind, (Linear, Conv1D)):
         return None
-    if not issubclass(kind, Conv2d):
+    if not issubclass(kind, Convolution):
         return "its products are not one of an input and its weight"
     pointwise = is_pointwise(module.kernel_size, module.padding, module.groups)  # type: ignore[arg-type]
-    return None if pointwise else "a convolution that is not 1 x 1"
+    return None if pointwise and not module.transposed else "a convolution that is not 1 x 1"
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     """The layer of mixprec that a module is, or becomes."""
-    if isinstance(module, (Linear, Conv1D, Conv2d)):
+    if isinstance(module, (Linear, Conv1D, Convolution)):
         return type(module)
     return layer_for(module) or type(module)
 
@@ -54,10 +54,10 @@ class Matrices:
     @staticmethod
     def shaped(y: torch.Tensor, like: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """An output [M, N] in the shape of the layer's."""
-        if not isinstance(layer, nn.Conv2d):
+        if not isinstance(layer, nn.modules.conv._ConvNd):
             return y.view(like.shape)
-        n, h, w = like.shape[-3:]
-        return y.view(-1, h, w, n).permute(0, 3, 1, 2).reshape(like.shape)
+        n, *points = like.shape[1 - layer.weight.dim() :]
+        return y.view(-1, *points, n).movedim(-1, 1).reshape(like.shape)
 
     @property
     def flops(self) -> int:

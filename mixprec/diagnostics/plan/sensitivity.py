@@ -3,8 +3,8 @@
 forward: the output y of a layer is off by e. With errors of mean 0, independent of each other, the
 loss grows by 1/2 sum(H e^2), and H, the diagonal of the loss's second derivative, is estimated by
 Fisher's information: c S G^2, for the gradient G of a loss that is the mean of S terms. c would be
-1 for a negative log-likelihood; it is measured, for any loss, by computing the forward products of
-all layers in the format that does most harm.
+1 for a negative log-likelihood and errors that do not depend on G; it is measured, for any loss, by
+computing the forward products of all layers in the format that does most harm.
 
 backward: a gradient of a weight is off by d in each step, and the weight, after T steps of learning
 rate r, by about r P sqrt(T) d, where the optimizer multiplies gradients by P: 1 in SGD, 1 / sqrt(v)
@@ -30,6 +30,7 @@ from torch import nn
 
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
+from ..audit.lost import power
 from .matrices import Matrices
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = GEMMS
@@ -72,7 +73,7 @@ class Training:
     def harm(self, error: torch.Tensor, grad: torch.Tensor, terms: int) -> float:
         """Of a gradient that is off by `error` in each step."""
         weighted = error if self.is_adaptive else error * grad
-        return 0.5 * self.steps * self.lr**2 * terms * _square(weighted)
+        return 0.5 * self.steps * self.lr**2 * terms * power(weighted)
 
 
 def measure(
@@ -99,7 +100,7 @@ def measure(
         _measure(found[name], matrices, products, recipes, training, terms, batches)
 
     for i in range(batches):
-        with _watching(layers, note):
+        with watching(layers, note):
             _gradients(params, run, i)
         progress(i + 1, total)
     curvature = _curvature(layers, found, recipes, run, checked)
@@ -149,7 +150,7 @@ def _curvature(
             for module in layers.values():
                 stack.callback(module.register_forward_hook(off, with_kwargs=True).remove)
             after = sum(float(run(i)) for i in range(batches))
-    grown = (after - before) / batches - sum(f.first.get(worst, 0.0) for f in found.values())
+    grown = (after - before) / batches
     return grown / sums[worst] if grown > 0.0 < sums[worst] else 1.0
 
 
@@ -172,12 +173,12 @@ def _measure(
             error = m.product(product, recipe) - exact
             if product == FORWARD:
                 moved = error * m.g
-                layer.add(product, name, 0.5 * terms * _square(moved) / batches)
+                layer.add(product, name, 0.5 * terms * power(moved) / batches)
                 layer.first[name] = layer.first.get(name, 0.0) + float(moved.sum()) / batches
             elif product == GRAD_WEIGHT:
                 layer.add(product, name, training.harm(error, exact, terms) / batches)
             else:
-                relative = _square(error) / max(_square(exact), 1e-300)
+                relative = power(error) / max(power(exact), 1e-300)
                 layer.off[name] = layer.off.get(name, 0.0) + relative
 
 
@@ -228,7 +229,7 @@ def _gradients(params: Sequence[torch.Tensor], run: Run, i: int) -> list[torch.T
 
 
 @contextmanager
-def _watching(
+def watching(
     layers: Mapping[str, nn.Module], note: Callable[[str, Matrices, list[str]], None]
 ) -> Iterator[None]:
     """Call note(name, what the layer computes with, the products that it computes) of each call of
@@ -279,7 +280,3 @@ def _interpolate(layers: Sequence[Layer], measured: set[str]) -> None:
         low, high = (math.log(max(layers[k].reach, 1e-300)) for k in (before, after))
         share = 0.5 if after == before else (i - before) / (after - before)
         layer.reach = math.exp(low + share * (high - low))
-
-
-def _square(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())

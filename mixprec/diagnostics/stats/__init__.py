@@ -1,9 +1,10 @@
 """Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
 `Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
-once, at the end of a run.
+once, at the end of a run. `histogram` counts the magnitudes of one tensor.
 """
 
+from .histogram import Histogram, histogram
 from .monitor import Monitor
 
-__all__ = ["Monitor"]
+__all__ = ["Histogram", "Monitor", "histogram"]

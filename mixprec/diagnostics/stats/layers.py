@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ... import _said
-from ...functional import is_pointwise
+from ...functional._convolution import every, is_pointwise
 from ...functional.operands import Delayed
 from ...nn import Conv1D, _region
 from ...recipes import Recipe
@@ -61,16 +61,17 @@ def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(layer, Conv1D):
         return t.t() if role == "w" else t
-    if not isinstance(layer, nn.Conv2d):
+    if not isinstance(layer, nn.modules.conv._ConvNd):
         return t
     if role == "w":
         return t.flatten(1)
-    t = t.unsqueeze(0) if t.dim() == 3 else t
-    if not is_pointwise(layer.kernel_size, layer.padding, layer.groups):
+    t = t.unsqueeze(0) if t.dim() == layer.weight.dim() - 1 else t
+    pointwise = is_pointwise(layer.kernel_size, layer.padding, layer.groups)
+    if layer.transposed or not pointwise:
         return t.flatten(1)
     if role == "x":
-        t = t[:, :, :: layer.stride[0], :: layer.stride[1]]
-    return t.permute(0, 2, 3, 1)
+        t = every(t, layer.stride)
+    return t.movedim(1, -1)
 
 
 def product_fp32(
@@ -80,6 +81,9 @@ def product_fp32(
     x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if isinstance(layer, (nn.Linear, Conv1D)):
         return nn.functional.linear(x, as_operand(layer, "w", weight), bias)
-    if isinstance(layer, nn.Conv2d):
-        return layer._conv_forward(x, weight, bias)  # applies any padding_mode
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        return None  # whose padding depends on a size that its call may name
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        y: torch.Tensor = layer._conv_forward(x, weight, bias)  # applies any padding_mode
+        return y
     return None

@@ -170,6 +170,8 @@ class Monitor(Recorded):
 
         def note(role: str, t: torch.Tensor) -> None:
             t = as_operand(layer, role, t.detach())
+            if recipe.outliers and role != "g":  # whose products do not read this cast
+                t = t.index_fill(-1, layer._outliers(), 0.0)  # type: ignore[operator]
             sums = measure.cast_sums(t, role, recipe, delayed, sqnr=self.sqnr)
             one = recipe.casts(role)[0]
             granularity, fmt = getattr(one, f"{role}_granularity"), getattr(one, role).name

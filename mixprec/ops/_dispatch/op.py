@@ -278,8 +278,8 @@ class Op:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
             return self_check.ready(self, backend, index, args)
-        tracing = torch.compiler.is_compiling()
-        if backend == "reference" and context.backend is None and not (self._warned or tracing):
+        runs = device != "meta" and not torch.compiler.is_compiling()
+        if backend == "reference" and context.backend is None and runs and not self._warned:
             self._warned = True
             logger.warning(
                 "%s runs as its plain torch reference on %s: no other variant can do it",

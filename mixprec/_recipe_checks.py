@@ -1,0 +1,180 @@
+"""The settings of a Recipe: valid, consistent, and in one form each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from . import formats
+from .formats import E4M3, E5M2, FP16
+from .ops._reference import block_formats
+
+if TYPE_CHECKING:
+    from .recipes import Recipe
+
+GEMMS = ("forward", "grad_input", "grad_weight")
+BLOCKS = ("mx", "nvfp4")  # the granularities of block formats
+GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
+SCALINGS = ("current", "delayed")
+AMAX_OF = ("max", "most_recent")
+ROLES = ("x", "w", "g")
+_OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
+_NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
+
+
+class Checked:
+    """What `Recipe` checks of its fields when it is made."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __getattr__(self, field: str) -> Any: ...
+
+        @staticmethod
+        def parse(recipe: Recipe | str) -> Recipe: ...
+
+    def __post_init__(self) -> None:
+        """ValueError, listing valid values, for unknown or contradictory settings."""
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(
+                f"Recipe: name must be a string that says something, got {self.name!r}"
+            )
+        for role in ROLES:
+            self._set(role, formats.parse(getattr(self, role), who=f"Recipe: {role}"))
+            self._one_of(f"{role}_granularity", GRANULARITIES)
+        self._one_of("scaling", SCALINGS)
+        self._one_of("scale_mode", block_formats.SCALE_MODES)
+        for field in ("power_of_two_scale", "clip_activations", "hadamard"):
+            self._is(field, isinstance(getattr(self, field), bool), "True or False")
+        if isinstance(self.fast_accum, bool):
+            self._set("fast_accum", GEMMS if self.fast_accum else ())
+        self._some_of("fast_accum", GEMMS, "True, False or ")
+        self._some_of("stochastic_rounding", ROLES)
+        self._check_formats()
+        self._check_blocks()
+        self._check_delayed()
+        self._check_outliers()
+        self._check_products()
+        self._set("_key", repr(self))
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)  # the way to normalise a field when frozen
+
+    def _is(self, field: str, valid: bool, meaning: str) -> None:
+        if not valid:
+            got = getattr(self, field)
+            raise ValueError(f"Recipe {self.name}: {field} must be {meaning}, got {got!r}")
+
+    def _one_of(self, field: str, valid: tuple[str, ...]) -> None:
+        self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
+
+    def _some_of(self, field: str, names: tuple[str, ...], more: str = "") -> None:
+        """A collection of names, as a tuple in their order."""
+        given = getattr(self, field)
+        listed = not isinstance(given, str) and isinstance(given, Iterable)
+        self._is(field, listed and set(given) <= set(names), f"{more}some of {names}")
+        self._set(field, tuple(name for name in names if name in given))
+
+    def _check_formats(self) -> None:
+        is_scaled = all(fmt.bits <= 8 for fmt in (self.x, self.w, self.g))
+        if not is_scaled and not self.x == self.w == self.g:
+            raise ValueError(
+                f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, or all block formats, "
+                f"got x {self.x}, w {self.w}, g {self.g}"
+            )
+        no_clip = f"False: it is for outputs of fp16 operands, and x is {self.x}"
+        self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
+        if is_scaled:
+            return
+        free = ("clip_activations", "products")
+        others = [field.name for field in fields(self)[4:] if field.name not in free]
+        self._are_default(others, f"{self.x} operands have no scale (FP8 formats: e4m3, e5m2)")
+
+    def _check_blocks(self) -> None:
+        """Settings of block formats, all three or none."""
+        if self.x.bits > 8:
+            return
+        granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
+        blocks = any(granularity in BLOCKS for granularity in granularities.values())
+        more = ", because all three operands have block formats or none" if blocks else ""
+        for role, granularity in granularities.items():
+            fmt = getattr(self, role)
+            allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
+            if not blocks and fmt in (E4M3, E5M2):
+                allowed = [*GRANULARITIES]
+            meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
+            self._is(f"{role}_granularity", granularity in allowed, meaning)
+        if blocks:
+            self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
+            if {*granularities.values()} == {"nvfp4"}:
+                self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
+        else:
+            self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
+
+    def _are_default(self, names: Iterable[str], reason: str) -> None:
+        for field in fields(self):
+            if field.name in names:
+                given = getattr(self, field.name)
+                self._is(field.name, given == field.default, f"{field.default!r}: {reason}")
+
+    def _check_delayed(self) -> None:
+        """Settings of delayed scaling only."""
+        if self.scaling == "current":
+            for field, nothing in (("history", None), ("amax_of", None), ("margin", 0)):
+                given = getattr(self, field)
+                self._is(field, given == nothing, f"{nothing} unless scaling is 'delayed'")
+            return
+        for role in ROLES:
+            field = f"{role}_granularity"
+            per_tensor = getattr(self, field) == "tensor"
+            self._is(field, per_tensor, "'tensor', the only one that delayed scaling has")
+        if self.history is None:
+            self._set("history", 16)
+        if self.amax_of is None:
+            self._set("amax_of", "max")
+        self._one_of("amax_of", AMAX_OF)
+        length = self.history
+        whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        self._is("history", whole, "an int of 1 or more")
+        whole = isinstance(self.margin, int) and not isinstance(self.margin, bool)
+        self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
+
+    def _check_outliers(self) -> None:
+        share = self.outliers
+        number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        self._is("outliers", number and 0 <= share < 1, "a number of 0 or more, below 1")
+        self._set("outliers", float(share))
+        self._set("has_outliers", share > 0)  # for compiled code, in which a float is unknown
+
+    def _check_products(self) -> None:
+        """products, as a tuple in their order, without those that are as this recipe."""
+        given, names = self.products, GEMMS[1:]
+        valid = isinstance(given, (Mapping, tuple)) and {*dict(given)} <= {*names}
+        self._is("products", valid, f'recipes of some of {names}, as {{"grad_weight": "bf16"}}')
+        is_one = not given and not self.outliers
+        name = self.name.split("+")[0]
+        own = self if is_one else replace(self, name=name, products=(), outliers=0.0)
+        self._set("_own", own)
+        parse = type(self).parse
+        parsed = {name: parse(recipe) for name, recipe in dict(given).items()}
+        for name, recipe in parsed.items():
+            what = f"Recipe {self.name}: products: {name}"
+            for field in ("products", "outliers"):
+                if getattr(recipe, field):
+                    raise ValueError(f"{what} must be a recipe without {field}, got {recipe.name}")
+            if replace(recipe, name=own.name) == own:
+                continue
+            if FP16 in (self.x, recipe.x):
+                raise ValueError(
+                    f"{what} must not be {recipe.name} beside {self.x}: if one product is in fp16, "
+                    "which needs loss scaling, all three are"
+                )
+            if recipe.is_delayed:
+                raise ValueError(
+                    f"{what} must not have delayed scaling, whose state is that of a layer's own "
+                    f"recipe, got {recipe.name}"
+                )
+        kept = ((name, parsed[name]) for name in names if name in parsed)
+        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=own.name) != own)
+        self._set("products", tuple(others))

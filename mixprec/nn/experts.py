@@ -1,0 +1,125 @@
+"""Experts: the stacked weights of a mixture."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .. import functional
+from ..functional._mixture import mixture
+from ..ops._dispatch import checks
+from ..recipes import Recipe
+from ._own_products import OwnProducts, whole
+from .conv import CONVOLUTIONS
+from .intercepted import Intercepted
+
+_MOE = "transformers.integrations.moe"
+# torch's own modules with parameters of three dimensions that are no experts.
+_OTHERS = (nn.Bilinear, parametrize.ParametrizationList)
+
+
+class Experts(Intercepted):
+    """The experts of a mixture: parameters [E, N, K], or [E, K, N], of a module whose forward pass
+    is its own.
+
+    Of classes that transformers' `use_experts_implementation` decorates, "grouped_mm" and
+    "batched_mm" both run as one product for all experts, by the flags of the class: transposed,
+    with biases, gates, a norm; the config chooses in each pass, as before. Its "eager", and all
+    other modules, run their own forward pass with their products by the recipe, as `Intercepted`;
+    another implementation that a program registers is not changed.
+    """
+
+    __module__ = "mixprec.nn"
+
+    @property
+    def _first_weight(self) -> torch.Tensor:
+        return next(p for p in self.parameters(recurse=False) if p.dim() == 3)
+
+    def _run(self, recipe: Recipe, products: OwnProducts, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get("hidden_states")
+        dtypes = {self._first_weight.dtype, getattr(x, "dtype", None)}
+        if dtypes <= {*checks.FLOATS} and is_decorated(type(self)) and _is_one_product(self):
+            products.found = True
+            return _grouped(self, products, *args, **kwargs)
+        return super()._run(recipe, products, args, kwargs)
+
+
+@functools.cache
+def _decorators_code(moe: Any) -> Any:
+    """The code of the forward pass that transformers' decorator gives to a class."""
+    probe = type("Probe", (nn.Module,), {"forward": lambda self: None})
+    return moe.use_experts_implementation(probe).forward.__code__
+
+
+def is_decorated(kind: Any) -> bool:
+    """Whether transformers' use_experts_implementation made the forward pass of a class, with the
+    implementations of transformers."""
+    moe = sys.modules.get(_MOE)
+    forward: Any = next((vars(k)["forward"] for k in kind.__mro__ if _own_forward(k)), None)
+    if moe is None or getattr(forward, "__code__", None) is not _decorators_code(moe):
+        return False
+    kept = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+    return kept["experts_interface"].cell_contents is moe.ALL_EXPERTS_FUNCTIONS
+
+
+def _own_forward(kind: type) -> bool:
+    return "forward" in vars(kind) and not issubclass(kind, Intercepted)
+
+
+def _is_one_product(experts: Any) -> bool:
+    """Whether the implementation in use is one of the two that compute the same."""
+    moe = sys.modules[_MOE]
+    used = moe.ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation, None)
+    return used in (moe.grouped_mm_experts_forward, moe.batched_mm_experts_forward)
+
+
+def _grouped(
+    experts: Any,
+    products: OwnProducts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The sum over the chosen experts of weight * down(gate(up(x))), [T, H], with the arguments of
+    the implementations of transformers."""
+
+    def run(x: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+            weight = getattr(experts, name)
+            if experts.is_transposed:
+                weight = weight.transpose(1, 2)
+            y = products.product(functional.grouped_linear, x, whole(weight), ends)
+            assert y is not None, "its dtypes were checked"
+            return y + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else y
+
+        if experts.has_gate:
+            y = experts._apply_gate(linear(x, "gate_up_proj"))
+        else:
+            y = experts.act_fn(linear(x, "up_proj"))
+        y = linear(y, "down_proj")
+        has_norm = getattr(experts, "has_post_expert_norm", False)
+        return experts.post_expert_norm(y) if has_norm else y
+
+    return mixture(hidden_states, top_k_index, top_k_weights, experts.num_experts, run)
+
+
+def layer_for(module: nn.Module) -> type[Intercepted] | None:
+    """Intercepted, if `module` derives from a layer of torch that multiplies with its weights, or
+    Experts, if they are stacked, and no child of it has weights."""
+    weights = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+    if not weights or len(weights) != sum(p.dim() >= 2 for p in module.parameters()):
+        return None
+    if not all(w.dtype.is_floating_point and w.dtype.itemsize > 1 for w in weights):
+        return None
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+        return Intercepted
+    if is_decorated(type(module)):
+        return Experts
+    if isinstance(module, _OTHERS) or not all(w.dim() == 3 for w in weights):
+        return None
+    return Experts
