@@ -30,7 +30,7 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 // Vectors of 32 words, which are permuted as one. By intrinsics: GCC 12 widens and narrows halves.
 // The forms without a mask warn, as above.
 struct Registers {
-  static constexpr bool of_32_words = true;
+  static constexpr bool of_32_words = true, of_8_floats = false;
   static Words32 widen(Bytes32 x) { return (Words32)_mm512_maskz_cvtepu8_epi16(~0u, (__m256i)x); }
   static Uints16 widen(Bytes16 x) {
     return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x);

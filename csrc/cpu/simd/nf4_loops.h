@@ -57,9 +57,9 @@ Words32 nf4_codes(const uint8_t* q) {
   return (Words32)(both >> 4 | (both & 15) << 16);
 }
 
-// A block of values by vectors of 16 or 32, for the processors that have R::look_up.
+// A block of values where vectors of 16 floats and of 32 words are permuted.
 template <class R>
-void nf4_whole(const uint8_t* q, float scale, float* out) {
+void nf4_by_words(const uint8_t* q, float scale, float* out) {
   Floats16 table;
   __builtin_memcpy(&table, kNf4Values, sizeof table);
   table *= scale;
@@ -72,7 +72,7 @@ void nf4_whole(const uint8_t* q, float scale, float* out) {
   }
 }
 template <class R, class O>
-void nf4_whole(const uint8_t* q, float scale, O* out) {
+void nf4_by_words(const uint8_t* q, float scale, O* out) {
   Floats16 products;
   __builtin_memcpy(&products, kNf4Values, sizeof products);
   Words32 table = R::lower(R::round(products * scale, O{}));
@@ -82,13 +82,58 @@ void nf4_whole(const uint8_t* q, float scale, O* out) {
   }
 }
 
+constexpr Bytes16 kAlternating = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+
+// A block of values where vectors of 8 floats and of 16 bytes are permuted.
+template <class R>
+void nf4_by_bytes(const uint8_t* q, float scale, float* out) {
+  Floats8 table[2];
+  __builtin_memcpy(table, kNf4Values, sizeof table);
+  table[0] *= scale, table[1] *= scale;
+  for (int i = 0; i < kNf4Block / 32; ++i) {
+    Bytes16 pairs;
+    __builtin_memcpy(&pairs, q + 16 * i, sizeof pairs);
+    Bytes16 codes[2] = {__builtin_shuffle(pairs >> 4, pairs & 15, kAlternating),
+                        __builtin_shuffle(pairs >> 4, pairs & 15, kAlternating + 8)};
+    for (int k = 0; k < 4; ++k) {
+      Floats8 y = R::look_up(table, reinterpret_cast<const uint8_t*>(codes) + 8 * k);
+      __builtin_memcpy(out + 32 * i + 8 * k, &y, sizeof y);
+    }
+  }
+}
+// The low and the high bytes of results are looked up one after the other.
+template <class R, class O>
+void nf4_by_bytes(const uint8_t* q, float scale, O* out) {
+  constexpr Bytes16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  constexpr Words8 words = {0, 8, 1, 9, 2, 10, 3, 11};
+  Floats8 products[2];
+  __builtin_memcpy(products, kNf4Values, sizeof products);
+  Words8 rounded[2] = {R::round(products[0] * scale, O{}), R::round(products[1] * scale, O{})};
+  Bytes16 low = __builtin_shuffle((Bytes16)rounded[0], (Bytes16)rounded[1], even);
+  Bytes16 high = __builtin_shuffle((Bytes16)rounded[0], (Bytes16)rounded[1], even + 1);
+  for (int i = 0; i < kNf4Block / 32; ++i) {
+    Bytes16 pairs;
+    __builtin_memcpy(&pairs, q + 16 * i, sizeof pairs);
+    Bytes16 first[2] = {__builtin_shuffle(low, pairs >> 4), __builtin_shuffle(high, pairs >> 4)};
+    Bytes16 second[2] = {__builtin_shuffle(low, pairs & 15), __builtin_shuffle(high, pairs & 15)};
+    Words8 a = (Words8)__builtin_shuffle(first[0], first[1], kAlternating);
+    Words8 b = (Words8)__builtin_shuffle(second[0], second[1], kAlternating);
+    Words8 c = (Words8)__builtin_shuffle(first[0], first[1], kAlternating + 8);
+    Words8 d = (Words8)__builtin_shuffle(second[0], second[1], kAlternating + 8);
+    Words8 y[4] = {__builtin_shuffle(a, b, words), __builtin_shuffle(a, b, words + 4),
+                   __builtin_shuffle(c, d, words), __builtin_shuffle(c, d, words + 4)};
+    __builtin_memcpy(out + 32 * i, y, sizeof y);
+  }
+}
+
 template <class R, class O>
 void dequantize_nf4(const uint8_t* q, const float* absmax, O* out, int64_t n) {
   for (; n > 0; n -= kNf4Block, q += kNf4Block / 2, out += kNf4Block) {
     float scale = *absmax++;
-    if constexpr (R::of_32_words) {
+    if constexpr (R::of_32_words || R::of_8_floats) {
       if (n >= kNf4Block && !is_nonfinite(scale)) {
-        nf4_whole<R>(q, scale, out);
+        if constexpr (R::of_32_words) nf4_by_words<R>(q, scale, out);
+        if constexpr (R::of_8_floats) nf4_by_bytes<R>(q, scale, out);
         continue;
       }
     }
