@@ -169,10 +169,12 @@ def loaded() -> list[str]:
         return [f"mixprec._C_cuda: {library.CUDA_ERROR}"]
     from mixprec.ops._dispatch.op import OPS
 
-    # Instead of a GPU; those that are torch's functions there; and those of Triton and torch alone.
+    # Instead of a GPU; those that are torch's functions there; those of Triton and torch alone; and
+    # those of torch alone.
     others = {"gemm_simulated", "attention", "attention_backward", "rotary"}
     others |= {"gemm_grouped", "gemm_grouped_accumulate_"}
     others |= {"cross_entropy", "cross_entropy_backward"}
+    others |= {"recurrent", "recurrent_backward", "quantize_nf4", "dequantize_nf4"}
     without = [name for name in OPS if name not in others and not library.has_cuda_kernel(name)]
     return [f"without a CUDA kernel: {without}"] if without else []
 
