@@ -265,7 +265,7 @@ def test_layers_are_near_those_of_torch(recipe: str, bar: int) -> None:
             for module in (original, layer)
         ]
         assert all(sqnr(*pair) > bar for pair in zip(*found, strict=True)), original
-        if not parametrize.is_parametrized(layer):
+        if recipe == "fp8" and not parametrize.is_parametrized(layer):
             compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
             assert torch.equal(compiled(x), layer(x))
         assert torch.equal(checkpoint(layer, leaf(x), use_reentrant=False), layer(x))
