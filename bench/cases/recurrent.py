@@ -12,7 +12,7 @@ import mixprec
 from .. import device, verify
 from .registry import Workload, both_passes, case, times_the_time
 
-# steps, rows, inputs and units: short and wide, long and narrow
+# steps, rows of a batch, inputs, units
 SHAPES = ((32, 16, 128, 128), (64, 32, 256, 256), (128, 8, 512, 512), (256, 4, 64, 64))
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 TARGET = 1.2
