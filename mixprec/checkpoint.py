@@ -1,7 +1,8 @@
 """Checkpoints: one file with the whole state of a run, saved and loaded completely or not at all.
 
 The file is written by torch.save and holds a dict: "format", "version", "step", "extra", "rng" (or
-None), "classes", and the state dicts under the names of the arguments: "model", "optimizer", ...
+None), "classes", the state dicts under the names of the arguments: "model", "optimizer", ..., and
+"masters": by model and parameter, the FP32 values of those in 16 bits, or the bits that they lack.
 Its zip container has a checksum of every tensor, which torch.load ignores and load_checkpoint
 verifies.
 """
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 
-from . import _random_state
+from . import _masters, _random_state
 from ._atomic import replace_file
 from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
-from ._local_gradients import is_sharded
+from ._local_gradients import LOW_PRECISION, is_sharded
 from .nn._layer import Layer
+from .ops import export_master
 
 # What torch.compile(module) puts into the names of the module's entries.
 _COMPILED = "_orig_mod."
@@ -45,7 +47,8 @@ def save_checkpoint(
     extra (plain data: tensors, numbers, strings, None in lists, tuples and dicts) are returned by
     load_checkpoint. rng: the states of the random generators of torch (of the CPU and, if CUDA is
     in use, of its devices), of Python's `random` and, if it was imported, of `numpy.random`.
-    torch.load(path, weights_only=True) reads the file.
+    torch.load(path, weights_only=True) reads the file. With a model, the FP32 values behind its
+    16-bit parameters are saved, of frozen ones too.
 
     Gradients are not saved: call this between two steps, after clearing them. Raises ValueError,
     naming the entry, for a value that could not be loaded or a tensor sharded over ranks (a
@@ -62,6 +65,7 @@ def save_checkpoint(
         "rng": _random_state.get() if rng else None,
         "classes": {name: type(part).__name__ for name, part in parts.items()},
         **{name: _state_of(name, part) for name, part in parts.items()},
+        "masters": {n: _masters_of(part) for n, part in parts.items() if n.startswith("model")},
     }
     for name, value in checkpoint.items():
         check_plain(name, value)
@@ -89,8 +93,9 @@ def load_checkpoint(
     optimizer or scheduler of another class, or one that rejects its state.
 
     convert_dtype: allow weights that are fp32, bf16, fp16 or fp64 in the file and another of these
-    in the model. They are rounded to nearest, from the optimizer's masters if it is loaded too and
-    the file has some; a finite value that would become Inf is a ValueError.
+    in the model. They are rounded to nearest, from the masters where the file has some, and values
+    that are FP32 in the file, or masters, are the masters of 16-bit parameters afterwards; a finite
+    value that would become Inf is a ValueError.
     """
     where = f"load_checkpoint: {os.fspath(path)}"
     # Load the model last: at the next step masters are compared with its weights.
@@ -110,15 +115,19 @@ def load_checkpoint(
     if rng:
         _random_state.check(where, checkpoint["rng"])
     with ExitStack() as undo:
+        undo.callback(_masters.undo_of(_parameters(parts.values())))
         for name, part in parts.items():
             state = checkpoint[name]
             undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
             try:
                 if name.startswith("model"):
-                    state = _through_masters(part, state, _as_list(optimizer))
+                    saved = checkpoint.get("masters", {}).get(name, {})
+                    state = _through_masters(part, state, _with_names_of(part, saved))
                 elif name.startswith("optimizer"):
                     state = _at_home(part, state)
                 part.load_state_dict(state)
+                if name.startswith("model"):
+                    _set_masters(part, state, _with_names_of(part, saved))
             except Exception as error:
                 raise ValueError(f"{where}: {name}: {error}") from error
         undo.pop_all()
@@ -207,24 +216,65 @@ def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> N
             raise ValueError(f"{where}: {name} holds values that overflow {mine.dtype}")
 
 
+def _parameters(parts: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of models and optimizers."""
+    params: dict[torch.Tensor, None] = {}
+    for part in parts:
+        for group in getattr(part, "param_groups", ()):
+            params.update(dict.fromkeys(group["params"]))
+        if hasattr(part, "named_parameters"):
+            params.update(dict.fromkeys(part.parameters()))
+    return list(params)
+
+
+def _masters_of(model: Any) -> dict[str, torch.Tensor]:
+    """By the names of a state dict without torch.compile's: an FP32 tensor is a master, one of
+    integers a remainder."""
+    named = getattr(model, "named_parameters", dict)
+    records = {name.replace(_COMPILED, ""): _masters.find(p) or {} for name, p in named()}
+    found = {name: r.get("master", r.get("remainder")) for name, r in records.items()}
+    return {name: t for name, t in found.items() if t is not None and not t.is_meta}
+
+
 def _through_masters(
-    model: Any, saved: dict[str, Any], optimizers: Iterable[Any]
+    model: Any, saved: dict[str, Any], masters: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The weights to load; where their dtype is converted, the masters that round to them."""
-    masters = {
-        id(p): state["master"]
-        for o in optimizers
-        for p, state in getattr(o, "state", {}).items()
-        if isinstance(p, torch.Tensor) and "master" in state
-    }
+    """The weights to load; where they have a master and their dtype is converted, the master.
+
+    masters: those in the file; else those that the optimizer, which is loaded before, has given to
+    the parameters.
+    """
     weights = copy.copy(saved)
     for name, param in model.state_dict(keep_vars=True).items():
-        value = saved[name]
-        if id(param) in masters and value.dtype != param.dtype:
-            master = masters[id(param)].cpu()
-            follows = master.to(value.dtype) == value
-            weights[name] = torch.where(follows, master, value.to(master.dtype))
+        value, master = saved[name], masters.get(name)
+        if not isinstance(param, torch.Tensor) or value.dtype == param.dtype:
+            continue
+        if master is None:
+            master = (_masters.find(param) or {}).get("master")
+        if master is not None and master.is_floating_point():
+            follows = master.cpu().to(value.dtype) == value
+            weights[name] = torch.where(follows, master.cpu(), value.to(master.dtype))
+        elif master is not None:
+            weights[name] = export_master(value, master)
     return weights
+
+
+def _set_masters(model: Any, weights: dict[str, Any], masters: dict[str, torch.Tensor]) -> None:
+    """Make FP32 weights the masters of the 16-bit parameters that they were loaded into, and else
+    the masters of the file."""
+    for name, param in model.state_dict(keep_vars=True).items():
+        if not isinstance(param, torch.nn.Parameter) or param.dtype not in LOW_PRECISION:
+            continue
+        value = weights[name]
+        if value.dtype == param.dtype:
+            value = masters.get(name)
+        if value is None:
+            continue
+        form = "master" if value.is_floating_point() else "remainder"
+        value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
+        known = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
+        if known is None or not (known.dtype == value.dtype and torch.equal(known, value)):
+            _masters.put(param, form, value)
 
 
 def _at_home(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import _masters
 from ._local_gradients import LOW_PRECISION, any_sharded, is_copy, is_sharded, watch
 from .ops._dispatch import checks
 from .ops._dispatch.overlap import is_dense
@@ -213,6 +215,38 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     ddp_model.register_comm_hook(
         ddp_model.process_group, lambda group, bucket: _average_in_fp32(group, bucket)
     )
+
+
+@torch.no_grad()
+def equal_masters(params: Sequence[torch.Tensor]) -> None:
+    """Give the 16-bit params of a DistributedDataParallel the masters of its first rank.
+
+    It has made the params of its ranks equal, but not what they were rounded from. params: those of
+    an optimizer, of which one at least must be in it. Call it at the first step, which all ranks
+    take together.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    mine = set(map(id, params))
+    # A module does not know what wraps it: of all objects, those of this class.
+    kind = DistributedDataParallel
+    for wrapper in [x for x in gc.get_objects() if issubclass(type(x), kind)]:
+        named = wrapper.module.named_parameters()
+        inside = {name: p for name, p in named if name not in wrapper.parameters_to_ignore}
+        group = wrapper.process_group
+        if dist.get_world_size(group) == 1 or mine.isdisjoint(map(id, inside.values())):
+            continue
+        low = [p for p in inside.values() if p.dtype in LOW_PRECISION and not is_sharded(p)]
+        has = torch.tensor([_masters.has_values(p) for p in low], dtype=torch.int32)
+        counts = _all_reduce(has, group).tolist()
+        for p in (p for p, count in zip(low, counts, strict=True) if count):
+            values = _masters.values_of(p).contiguous()
+            dist.broadcast(values, dist.get_global_rank(group, 0), group)
+            _masters.set_values(p, values)
 
 
 def _drop_copy(param: torch.Tensor) -> None:

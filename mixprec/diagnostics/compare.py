@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .. import _random_state, _unrounded, ops
+from .. import _masters, _random_state, ops
 from ..amp.grad_scaler import GradScaler
 from ..nn.cast import cast_parameters
 from ..nn.convert import convert
@@ -175,7 +175,8 @@ def compare(
                 scaler = make_scaler() if make_scaler else GradScaler(device.type)
         optimizer = (make_optimizer or adamw)(model)
         for p in model.parameters():
-            _unrounded.take(p)  # what an optimizer without masters of ours has left
+            if "optimizer" not in (_masters.find(p) or {}):  # else one of ours updates it
+                _masters.forget(p)
         run = TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
         if isinstance(recipe, Recipe) and recipe.outliers:
             run.choose_outliers(_read(batches, steps)[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import _unrounded
+from .. import _masters
 from .._local_gradients import LOW_PRECISION
 from ..amp import GradScaler
 from ..amp.optimizers import params_of, unscales_itself
@@ -217,7 +217,7 @@ class Trainer(transformers.Trainer):
 def _warn_if_rounded(model: torch.nn.Module) -> None:
     """Where params that are trained have 16 bits before the cast, which has nothing to keep."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    low = [p for p in trained if p.dtype in LOW_PRECISION and not _unrounded.is_kept(p)]
+    low = [p for p in trained if p.dtype in LOW_PRECISION and not _masters.find(p)]
     if low:
         warnings.warn(
             f"Trainer: {len(low)} of {len(trained)} trained parameters are in {low[0].dtype} "

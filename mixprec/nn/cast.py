@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from .. import _unrounded
+from .. import _masters
 from .._local_gradients import LOW_PRECISION
 from ..ops._dispatch import checks
 from .known_casts import known_casts
@@ -84,10 +84,12 @@ def cast_parameters(
     the model fails (`known_casts`): running statistics and the frequencies of rotary embeddings
     lose too much in 16 bits.
 
-    keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
-    optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
-    lost to the first rounding. (`copy.deepcopy` and `load_state_dict` lose them: cast after these.)
-    False frees them now, for inference or another optimizer.
+    keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, which
+    optimizers of mixprec update as their masters, so that nothing is lost to rounding; of the
+    others the 16 bits that BF16 lacks, if there are any (of FP16 the FP32 values). They belong to
+    the parameter's place in the module: `to`, `float`, `copy.deepcopy`, pickling, DDP,
+    `fully_shard` and another optimizer keep them, `load_state_dict` of FP32 values sets them, and
+    `save_checkpoint` saves them. False frees them now, for inference or another optimizer.
 
     ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
     module, before anything is changed.
@@ -123,20 +125,26 @@ def cast_parameters(
             "can stay in FP32 by keep_fp32=",
             *(op, str(dtype).removeprefix("torch."), cast),
         )
+    places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places.setdefault(p, []).append((module, name))
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
+        if param.dtype == target and not keep_masters:
+            _masters.forget(param)
         if param.dtype == target or param.dtype not in _CASTABLE:
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
-        if (
-            keep_masters
-            and param.requires_grad
-            and target in LOW_PRECISION
-            and param.dtype not in LOW_PRECISION
-        ):
-            _unrounded.keep(param, param.data)
-        exact = _unrounded.take(param) if target == torch.float32 else None
-        param.data = param.data.to(target) if exact is None else exact
+        has_master = bool(_masters.find(param))
+        exact = _masters.values_of(param) if has_master else param.data
+        knows_more = has_master or param.dtype not in LOW_PRECISION
+        param.data = exact.to(target)
+        if keep_masters and target in LOW_PRECISION and knows_more:
+            _masters.keep(param, exact, places[param])
+        else:
+            _masters.forget(param)
         if grad is not None:
             param.grad = grad.to(target)
     for name in cast_too:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler imports Dynamo
 from torch.optim.optimizer import ParamsT
 
-from .. import _unrounded
+from .. import _masters
 from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
-from ..distributed import Ranks
+from ..distributed import Ranks, equal_masters
 from ..grad_report import (
     GradCounts,
     Overflow,
@@ -54,12 +55,19 @@ class Optimizer(torch.optim.Optimizer):
     _moments_required = True
     # Of optimizers that were pickled before these options.
     _release_gradients, _clip = False, "current"
+    # The options that a group may have for itself.
+    _group_options: tuple[str, ...] = ("master_weights", "state_dtype", "stochastic_rounding")
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         """options: those of `_settings.Options`, to be checked."""
         given = _settings.Options.parse(type(self).__name__, options)
-        moments = _state8.CODES if isinstance(given.state_dtype, str) else given.state_dtype
-        self._policy = Policy(given.master_weights, moments, given.stochastic_rounding)
+        kept = {name: getattr(given, name) for name in ("master_weights", "stochastic_rounding")}
+        self._policy = Policy(
+            type(self).__name__,
+            _masters.new_number(),
+            state_dtype=_state8.dtype_of(given.state_dtype),
+            **kept,
+        )
         self._seed, self._grad_dtype = given.seed, given.grad_dtype
         self._release_gradients, self._clip = given.release_gradients, given.clip
         self.max_grad_norm, self.max_grad_value = given.max_grad_norm, given.max_grad_value
@@ -93,7 +101,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Treat every param as modified by other code since the last step."""
-        self._batches = Batches(type(self).__name__, self._policy)
+        self._batches = Batches(type(self).__name__)
+        self._has_stepped = False
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
         self._last_skip: torch.Tensor | bool | None = None  # bool []; None without a check
         self.grad_counts = GradCounts()
@@ -103,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group of params; its settings override the defaults."""
         who = type(self).__name__
         if isinstance(param_group, dict):
+            param_group = _settings.with_dtypes(param_group)
             self._check_group({**self.defaults, **param_group}, who)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -112,9 +122,6 @@ class Optimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        for p in group["params"]:  # whose masters a checkpoint before the first step is to hold
-            if p.requires_grad and _unrounded.is_kept(p):
-                self._policy.prepare(p, self.state[p], self._moments(group))
         self._set_up_params()
 
     def _check_group(self, group: dict[str, Any], who: str) -> None:
@@ -124,15 +131,31 @@ class Optimizer(torch.optim.Optimizer):
                 f"{who}: a param group must have {', '.join(missing)}: is this a checkpoint of "
                 "another optimizer?"
             )
-        _settings.check_group(who, group.keys() - self.defaults.keys())
+        own = {name: group[name] for name in self._group_options if name in group}
+        _settings.check_group(who, group.keys() - self.defaults.keys() - own.keys())
+        if own:
+            _settings.Options.parse(who, {**self._policy.options(), **own})
         self._check_settings(group, who)
         limit = group.get("max_grad_norm")
         _settings.check_limit(who, "max_grad_norm", limit)
         _settings.check_clip(who, self._release_gradients, self._clip, limit)
 
+    def _policy_of(self, group: dict[str, Any]) -> Policy:
+        """The options of a group: its own before those of the optimizer."""
+        own = {name: group[name] for name in self._group_options if name in group}
+        if "state_dtype" in own:
+            own["state_dtype"] = _state8.dtype_of(own["state_dtype"])
+        return replace(self._policy, **own) if own else self._policy
+
     def _set_up_params(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
-        self._index = {id(p): i for i, p in enumerate(params)}
+        self._ids = list(map(id, params))
+        self._index = {key: i for i, key in enumerate(self._ids)}
+        for group in self.param_groups:
+            policy = self._policy_of(group)
+            for p in group["params"]:  # whose FP32 values take the form that they are to have
+                if p.requires_grad and p not in self.state and _masters.find(p):
+                    policy.claim(p, {})
         # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = any(p.dtype in LOW_PRECISION for p in params)
         self._set_grad_dtype(params)
@@ -245,14 +268,20 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self._ids != list(map(id, params)):  # other code has edited the groups
+            _settings.check_params(type(self).__name__, params, self._grad_dtype)
+            self._set_up_params()
         batches = [
             batch
             for g, group in enumerate(self.param_groups)
             for batch in self._batches.of_group(
-                g, group["params"], self.state, self._moments(group)
+                g, group["params"], self.state, self._moments(group), self._policy_of(group)
             )
         ]
-        params = [p for group in self.param_groups for p in group["params"]]
+        if not self._has_stepped:
+            self._has_stepped = True
+            equal_masters(params)
         plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
         alone = plain or self.ranks.alone(params)
         self._sums, self._last_skip = {}, None
@@ -313,6 +342,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         for batch in batches:
             group, device = self.param_groups[batch.group], batch.device
+            policy = self._policy_of(group)
             lists = [[s[name] for s in batch.states] for name in batch.moments]
             states = batch.states if batch.has_master else []
             lists.append([s.get("master", s.get("remainder")) for s in states])
@@ -325,24 +355,17 @@ class Optimizer(torch.optim.Optimizer):
                 batch.grads,
                 *lists,
                 self._batches.steps(batch),
-                state_scales=self._scales(batch),
+                state_scales=_scales(batch, policy),
                 lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
                 maximize=group["maximize"],
                 max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
-                stochastic_rounding=self._policy.stochastic_rounding,
+                stochastic_rounding=policy.stochastic_rounding,
                 seed=self._seed,
-                indices=[self._index[id(p)] for p in batch.params] if self._policy.random else (),
+                indices=[self._index[id(p)] for p in batch.params] if policy.random else (),
                 inv_scale=_grad_norms.on(device, unscale),
                 clip=_grad_norms.on(device, clips.get(batch.group)),
                 found_inf=_grad_norms.on(device, found_inf),
             )
-
-    def _scales(self, batch: Batch) -> list[torch.Tensor]:
-        """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
-        coded = self._policy.state_dtype == _state8.CODES
-        moments = batch.moments if coded else ()
-        names = [name + _state8.SUFFIX for name in moments]
-        return [s.get(name, s["step"]) for name in names for s in batch.states]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all params and the settings of all groups, as torch.optim has them.
@@ -362,12 +385,27 @@ class Optimizer(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """torch's state dict with each param's state converted; other keys are the user's own."""
         result = super().state_dict()
-        params = {index for group in result["param_groups"] for index in group["params"]}
+        indices = [index for group in result["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        new = self._states_before_the_first_step()
+        result["state"] |= {i: new[p] for p, i in zip(params, indices, strict=True) if p in new}
+        numbers = set(indices)
         states = {
-            key: convert(state, self._moments_of(state)) if key in params else state
+            key: convert(state, self._moments_of(state)) if key in numbers else state
             for key, state in result["state"].items()
         }
         return {**result, "state": states}
+
+    def _states_before_the_first_step(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Of params that have a master already: the step would begin with these."""
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            policy = self._policy_of(group)
+            for p in group["params"]:
+                new = p.requires_grad and p not in self.state
+                if new and policy.master(p) and _masters.find(p):
+                    policy.prepare(p, states.setdefault(p, {}), self._moments(group))
+        return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the class of the same name in torch.optim.
@@ -377,6 +415,10 @@ class Optimizer(torch.optim.Optimizer):
         state that does not fit: another number of params, another shape, dtype or optimizer, or
         masters that these options do not use. State under keys of your own, which are no params
         (`optimizer.state["x"] = 1`), is saved and loaded as it is.
+
+        Where the state has no master, that of the param stays; a param in FP32 takes from a saved
+        master the bits that it lacks. `master_weights`, `state_dtype` and `stochastic_rounding` are
+        this optimizer's, not those in the state dict.
         """
         _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
         hook = self.register_load_state_dict_pre_hook(hide_states)  # runs after all others
@@ -408,23 +450,35 @@ class Optimizer(torch.optim.Optimizer):
         moments = self._moments_of(saved)
         required = moments if self._moments_required else ()
         try:
-            return self._policy.restore(who, p, saved, moments, required)
+            return self._policy_of(group).restore(who, p, saved, moments, required)
         except ValueError as error:
-            raise ValueError(f"{error} (it is the state of param {self._index[id(p)]})") from None
+            names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+            place = names.get(id(p), self._index[id(p)])
+            raise ValueError(f"{error} (it is the state of param {place})") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._OWN}}
+        state = super().__getstate__()
+        state["state"] = defaultdict(dict, {**self.state, **self._states_before_the_first_step()})
+        return {**state, **{name: getattr(self, name) for name in self._OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling and copying, and by load_state_dict with its dict's two keys."""
         loading = "_policy" not in state
         who = type(self).__name__ + (".load_state_dict" if loading else "")
-        if not loading:
-            self.defaults = state["defaults"]
+        clip = self._clip if loading else state["_clip"]
+        if loading:
+            state = {"state": self.state, "param_groups": self.param_groups, **state}
+            for group, own in zip(state["param_groups"], self.param_groups, strict=False):
+                kept = {name: own[name] for name in self._group_options if name in own}
+                for name in self._group_options:
+                    group.pop(name, None)
+                group.update(kept)
+        else:
+            self.defaults, self._policy = state["defaults"], state["_policy"]
         restored: defaultdict[Any, Any] = defaultdict(dict, show_states(state["state"]))
         for group in state["param_groups"]:
             group.update({**self._optional, **group})
-            if self._clip == "current":
+            if clip == "current":
                 group.pop(_release.PREVIOUS, None)
             self._check_group(group, who)
             if not loading:
@@ -436,4 +490,23 @@ class Optimizer(torch.optim.Optimizer):
             state = {**state, "state": restored}
         super().__setstate__(state)
         self._forget()
+        for group in self.param_groups:
+            self._take_masters(group)
         self._set_up_params()
+
+    def _take_masters(self, group: dict[str, Any]) -> None:
+        """Make the loaded masters and remainders those of their params."""
+        policy = self._policy_of(group)
+        for p in group["params"]:
+            state = self.state.get(p, {})
+            for form in _masters.FORMS:
+                if form in state:
+                    values = state[form] if policy.master(p) else state.pop(form)
+                    _masters.put(p, form, values, policy.number)
+
+
+def _scales(batch: Batch, policy: Policy) -> list[torch.Tensor]:
+    """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
+    moments = batch.moments if policy.state_dtype == _state8.CODES else ()
+    names = [name + _state8.SUFFIX for name in moments]
+    return [s.get(name, s["step"]) for name in names for s in batch.states]

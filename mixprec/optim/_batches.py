@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _masters
 from .._local_gradients import LOW_PRECISION, PLAIN, any_sharded, gradient_of, local, placed_like
 from ._state import Policy
 
@@ -46,9 +47,10 @@ class _Known(NamedTuple):
 class Batches:
     """Makes the batches of every step, and records the params after it."""
 
-    def __init__(self, who: str, policy: Policy) -> None:
-        self._who, self._policy = who, policy
+    def __init__(self, who: str) -> None:
+        self._who = who
         self._known: dict[int, _Known] = {}  # by group
+        self._changes = _masters.changes()  # after the last step
         self._current: dict[int, _Known] = {}
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -60,6 +62,7 @@ class Batches:
         params: list[torch.Tensor],
         state: MutableMapping[Any, dict[str, Any]],
         moments: tuple[str, ...],
+        policy: Policy,
     ) -> Iterator[Batch]:
         """Those of the params of a group that have gradients, with their state prepared.
 
@@ -84,11 +87,12 @@ class Batches:
         addresses = list(map(torch.Tensor.data_ptr, data))
         now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
         known = self._known.get(g)
-        if known is not None and known[:6] == (*now, addresses, versions):
+        same = self._changes == _masters.changes()
+        if same and known is not None and known[:6] == (*now, addresses, versions):
             has_master = known.has_master
         else:
             unchanged: set[tuple[int, int, int]] = set()
-            if known is not None and known[:4] == now:
+            if same and known is not None and known[:4] == now:
                 unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
             each = zip(params, grads, states, addresses, versions, strict=True)
             for p, grad, of_param, address, version in each:
@@ -99,7 +103,7 @@ class Batches:
                         f"{self._who}: gradients must be dense, got layout {grad.layout} for a "
                         f"param of shape {tuple(p.shape)}; for an Embedding use sparse=False"
                     )
-                self._policy.prepare(p, of_param, moments)
+                policy.prepare(p, of_param, moments)
             kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
@@ -123,6 +127,7 @@ class Batches:
         for g, known in self._current.items():
             self._known[g] = known._replace(versions=[p._version for p in known.data])
         self._current = {}
+        self._changes = _masters.changes()
 
     def forget(self) -> None:
         """Treat every param as written by other code since the last step."""

@@ -156,8 +156,9 @@ class Releases:
         now.updated.add(id(p))
         batches = self._batches.get(id(p))
         if batches is None:
-            batches = self._batches[id(p)] = Batches(self._who, optimizer._policy)
-        batch = list(batches.of_group(g, [p], optimizer.state, now.moments[g]))
+            batches = self._batches[id(p)] = Batches(self._who)
+        policy = optimizer._policy_of(optimizer.param_groups[g])
+        batch = list(batches.of_group(g, [p], optimizer.state, now.moments[g], policy))
         found = None
         skip: torch.Tensor | bool = False
         if now.must_read:

@@ -17,8 +17,8 @@ _STATES = {torch.bfloat16: "bfloat16"}
 def lines(optimizer: Any) -> str:
     """The kinds of params, the options that are set and the skipped steps, a line each."""
     policy, grad_dtype = optimizer._policy, optimizer._grad_dtype
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    kinds = Counter(short(p.dtype) + _kept(p, policy) for p in params)
+    groups = [(optimizer._policy_of(group), group["params"]) for group in optimizer.param_groups]
+    kinds = Counter(short(p.dtype) + _kept(p, its) for its, params in groups for p in params)
     wide = policy.state_dtype == torch.float32
     told = {
         "params": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),

@@ -7,25 +7,33 @@ from typing import Any
 
 import torch
 
-from .. import _unrounded
-from .._local_gradients import LOW_PRECISION, is_sharded, local
-from ..ops import join_master
-from ..ops._reference.rounding import lower_half, remainder_of, upper_half
+from .. import _masters
+from .._local_gradients import LOW_PRECISION
+from ..ops._reference.rounding import lower_half, upper_half
 from . import _state8
 from ._checked import checked, short
 
-_MASTERS = ("master", "remainder")
 _REMAINDERS = {"remainder16": torch.int16, "remainder8": torch.int8}
 _MAX_STEP = 2**24  # step is counted in fp32
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which state an optimizer keeps for a param of each dtype."""
+    """Which state an optimizer, or one of its groups, keeps for a param of each dtype."""
 
+    who: str
+    number: int  # of the optimizer, by which it knows its masters
     master_weights: str | None
     state_dtype: torch.dtype
     stochastic_rounding: bool
+
+    def options(self) -> dict[str, Any]:
+        coded = self.state_dtype == _state8.CODES
+        return {
+            "master_weights": self.master_weights,
+            "state_dtype": "int8" if coded else self.state_dtype,
+            "stochastic_rounding": self.stochastic_rounding,
+        }
 
     def master(self, param: torch.Tensor) -> str | None:
         """The state key that extends the param to an FP32 number; None if there is none."""
@@ -63,7 +71,13 @@ class Policy:
         after the optimizer's state preserves all its bits. A remainder is always kept: it is less
         than half a unit of the new value.
         """
-        unrounded = None if is_sharded(param) else _unrounded.take(param)
+        for name in moments:
+            if (held := state.get(name)) is not None and held.shape != param.shape:
+                raise ValueError(
+                    f"{self.who}: the {name} of a param of shape {tuple(param.shape)} has shape "
+                    f"{tuple(held.shape)}: cut or extend all entries of state[param] as the param"
+                )
+        self.claim(param, state)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in moments:
@@ -73,18 +87,11 @@ class Policy:
                 state.update(_state8.create(param, name))
             else:
                 state[name] = torch.zeros_like(param, dtype=dtype)
-        key = self.master(param)
-        if "remainder" in state and key != "remainder":  # the model was cast since
-            low = local(param).to(torch.bfloat16)
-            state["master"] = join_master(low, local(state.pop("remainder")))
-        if key is None:
-            if "master" in state and param.dtype == torch.float32:
-                _widen(state.pop("master"), param)
-            return
-        if key not in state:
-            state[key] = self._first_master(key, param, unrounded)
-        elif key == "master":
-            follow(state["master"], param)
+
+    def claim(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Have the FP32 values behind the param in the form that is kept here, and in `state`."""
+        form = self.master(param)
+        _masters.claim(self.who, param, state, form, self.remainder, self.number)
 
     def restore(
         self,
@@ -103,7 +110,10 @@ class Policy:
         if not saved:
             return {}
         scales = {name + _state8.SUFFIX: name for name in moments}
-        if saved.keys() - {"step", *moments, *scales, *_MASTERS} or set(required) - saved.keys():
+        if (
+            saved.keys() - {"step", *moments, *scales, *_masters.FORMS}
+            or set(required) - saved.keys()
+        ):
             raise ValueError(
                 f"{who}: a state must hold {', '.join(('step', *moments))}, got "
                 f"{', '.join(saved)}: is this a checkpoint of another optimizer?"
@@ -111,8 +121,8 @@ class Policy:
         # torch.optim.SGD has no step count; a state with a buffer has had its first step.
         state: dict[str, Any] = {"step": _step(who, param, saved.get("step", 1.0))}
         place = self.master(param)
-        for name in saved.keys() & set(_MASTERS):
-            if name != place:
+        for name in saved.keys() & set(_masters.FORMS):
+            if name != place and param.dtype != torch.float32:  # which gets the bits that it lacks
                 raise ValueError(
                     f"{who}: the state holds a {name}, for which a {short(param.dtype)} param has "
                     f"no place with master_weights={self.master_weights!r}, "
@@ -120,7 +130,7 @@ class Policy:
                     "saved with, or delete the key to go on from the weights alone"
                 )
         real = self.moments(param)
-        for name in (*moments, *_MASTERS):
+        for name in (*moments, *_masters.FORMS):
             if name not in saved:
                 continue
             if name in moments and _state8.CODES in (real, getattr(saved[name], "dtype", None)):
@@ -134,16 +144,6 @@ class Policy:
             state[name] = checked(who, name, param, saved[name], dtype, narrower)
         return state
 
-    def _first_master(
-        self, key: str, param: torch.Tensor, unrounded: torch.Tensor | None
-    ) -> torch.Tensor:
-        """From the values that `cast_parameters` rounded, else from the param."""
-        if key == "master":
-            return param.detach().to(torch.float32) if unrounded is None else unrounded
-        if unrounded is None:
-            return torch.zeros_like(param, dtype=self.remainder)
-        return remainder_of(unrounded, param.detach(), self.remainder)
-
     def _restored_remainder(self, who: str, param: torch.Tensor, saved: Any) -> torch.Tensor:
         """Of 8 bits in place of 16: to nearest."""
         own = self.remainder
@@ -152,21 +152,6 @@ class Policy:
             return checked(who, "remainder", param, saved, own, ())
         found = checked(who, "remainder", param, saved, other, ())
         return lower_half(found) if own == torch.int16 else upper_half(found)
-
-
-def follow(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Update a master where it no longer rounds to the param."""
-    master, p = local(master), local(param.detach())  # a constructor has grad mode on
-    same = master.to(p.dtype) == p
-    master.copy_(torch.where(same, master, p.to(master.dtype)))
-
-
-def _widen(master: torch.Tensor, param: torch.Tensor) -> None:
-    """The master of a param that was cast to FP32 since: the param itself, with the bits that it
-    lacked where other code has not written it."""
-    master, p = local(master), local(param)
-    same = torch.stack([master.to(dtype).float() == p for dtype in LOW_PRECISION]).any(0)
-    p.copy_(torch.where(same, master, p))
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:

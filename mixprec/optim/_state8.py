@@ -19,6 +19,11 @@ SUFFIX = "_scale"
 _MIN_NUMEL = 4096  # smaller params keep FP32 moments: 0.1 % of a model's state, but often its norms
 
 
+def dtype_of(option: torch.dtype | str) -> torch.dtype:
+    """The dtype of moments with this `state_dtype`."""
+    return CODES if isinstance(option, str) else option
+
+
 def takes_codes(param: torch.Tensor) -> bool:
     """Whether the moments of a param are kept in 8 bits: the same on all ranks of a DTensor."""
     return param.numel() >= _MIN_NUMEL and param.dtype != torch.float64

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,14 +14,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map
 
-from .. import _unrounded
-from .._local_gradients import LOW_PRECISION, gradient_of, is_sharded, local, placed_like
+from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
 from . import _grad_norms
 from ._base import Optimizer
 from ._batches import Batch
 from ._checked import checked
-from ._state import Policy, follow
+from ._state import Policy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,6 +48,7 @@ class Masters(Optimizer):
 
     _optional: ClassVar[dict[str, Any]] = {}
     _moment_names = ()  # of ours
+    _group_options = ()
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class Masters(Optimizer):
         """`kind` checks them."""
 
     def _forget(self) -> None:
-        self._policy = self._wide = _Wide("fp32", torch.float32, False)
+        who, number = type(self).__name__, self._policy.number
+        self._policy = self._wide = _Wide(who, number, "fp32", torch.float32, False)
         self._inner: torch.optim.Optimizer | None = None
         super()._forget()
 
@@ -164,14 +165,17 @@ class Masters(Optimizer):
 
         state = {k: tree_map(partial(restored, k), v) for k, v in saved.items()}
         if "master" in saved:
-            if p.dtype not in LOW_PRECISION:
+            if p.dtype not in (*LOW_PRECISION, torch.float32):
                 raise ValueError(f"{who}: the state holds a master, and its param is in {p.dtype}")
             state["master"] = checked(who, "master", p, saved["master"], torch.float32, ())
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_kind": self._kind, "_options": self._options, "_policy": None}
-        return {**super().__getstate__(), **own}
+        policy = replace(self._wide, tensors={})
+        return {
+            **super().__getstate__(),
+            **{"_kind": self._kind, "_options": self._options, "_policy": policy},
+        }
 
 
 @dataclass(frozen=True)
@@ -182,17 +186,13 @@ class _Wide(Policy):
     tensors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+        self.claim(param, state)
         known = self.tensors.get(param)
         if self.master(param) is None:
-            state.pop("master", None)  # the model was cast since
             if known is None or local(known).data_ptr() != local(param).data_ptr():
                 self.tensors[param] = param.detach()
             return
-        if known is None:
-            unrounded = None if is_sharded(param) else _unrounded.take(param)
-            values = param.detach().to(torch.float32) if unrounded is None else unrounded
-            known = self.tensors[param] = state.setdefault("master", values)
-        follow(known, param)
+        self.tensors[param] = state["master"]
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops.*",),
     ("ops",),
     ("_recipe_aliases", "_local_gradients"),
-    ("_unrounded", "_recipe_checks"),
+    ("_masters", "_recipe_checks"),
     ("recipes",),
     ("functional.operands", "scaling", "grad_report", "distributed", "memory", "availability"),
     ("functional",),

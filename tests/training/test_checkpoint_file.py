@@ -25,7 +25,7 @@ def test_the_file_is_plain_and_reads_without_us(path: Path) -> None:
     run.step(0)
     save_checkpoint(path, **run.parts(), step=3)
     content = torch.load(path, weights_only=True)
-    keys = ("format", "version", "step", "extra", "rng", "classes", *PARTS)
+    keys = ("format", "version", "step", "extra", "rng", "classes", "masters", *PARTS)
     assert sorted(content) == sorted(keys)
     assert content["format"] == "mixprec checkpoint"
     assert (content["version"], content["step"]) == (1, 3)
