@@ -1,16 +1,8 @@
 """The FP32 values behind 16-bit parameters: one record for each, which belongs to the parameter.
 
-A record is a dict. It holds one of
-    "master"     the FP32 values, of which the parameter is the rounding
-    "remainder"  int16 or int8: the bits of them that a BF16 parameter lacks
-or neither, where the parameter is all there is; beside it
-    "loaded"     what load_state_dict has loaded into the parameter since: FP32 values; or True, 16
-                 bits before an optimizer took the record
-    "optimizer"  the number of the optimizer that updates it, whose state has the same tensor
-
 It is an attribute of the parameter, and an entry of each module that `cast_parameters` found it in:
 what copies a model or shards it makes other parameters, and they are found by their place in the
-module.
+module. `_master_forms` says what it holds.
 """
 
 from __future__ import annotations
@@ -25,16 +17,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._local_gradients import LOW_PRECISION, is_sharded, local
-from .ops import export_master, join_master
-from .ops._reference.rounding import lower_half, remainder_of, upper_half
+from . import _master_forms as forms
+from ._local_gradients import LOW_PRECISION, local
+from ._master_forms import FORMS, Record
+from .ops._reference.rounding import remainder_of
 
-FORMS = ("master", "remainder")
 _NAME = "_mixprec_master"
-_TORCHS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+TORCHS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 _WIDE = (torch.float32, torch.float64)
 
-Record = dict[str, Any]
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have entries
 _watching = False
 
@@ -102,14 +93,10 @@ def keep(
     record = find(param)
     record = {} if record is None else record
     record.clear()
-    low = param.detach()
     if param.requires_grad:
         record["master"] = values.float()
-    elif not (low.is_meta or torch.equal(low.to(values.dtype), values)):
-        if low.dtype == torch.bfloat16:
-            record["remainder"] = remainder_of(values.float(), low)
-        else:
-            record["master"] = values.float()
+    else:
+        record.update(forms.cut_off(values, param.detach()))
     _attach(param, record)
     for module, name in places:
         if _NAME not in vars(module):
@@ -137,27 +124,13 @@ def forget(param: torch.Tensor) -> None:
 def values_of(param: torch.Tensor) -> torch.Tensor:
     """The FP32 values behind a parameter of 16 bits, or one that was cast back to FP32: its own
     where nothing is known, or where other code has written it since."""
-    record = find(param)
-    p = param.detach()
-    if not record or param.is_meta:
-        return p.float()
     with torch.no_grad():
-        _place(param, record)
-        if "loaded" in record or ("remainder" in record and p.dtype == torch.float16):
-            _settle(param, record)
-        if p.dtype not in LOW_PRECISION:
-            return _like(param, _widened(local(p), record))
-        if "remainder" in record:
-            return export_master(p, record["remainder"])
-        if "master" not in record:
-            return p.float()
-        master = record["master"]
-        return torch.where(_same(p, master), master, p.float())
+        return forms.values(param, find(param) or {})
 
 
 def has_values(param: torch.Tensor) -> bool:
     """Whether there is more than the parameter itself."""
-    return not (find(param) or {}).keys().isdisjoint((*FORMS, "loaded"))
+    return not (find(param) or {}).keys().isdisjoint(FORMS)
 
 
 def set_values(param: torch.Tensor, values: torch.Tensor) -> None:
@@ -168,19 +141,18 @@ def set_values(param: torch.Tensor, values: torch.Tensor) -> None:
     if "remainder" in record:  # to the last bit the same for the same values
         remainder = record["remainder"]
         remainder.copy_(remainder_of(values, param.detach(), remainder.dtype))
-        return
-    record["loaded"] = values
-    with torch.no_grad():
-        _place(param, record)
-        _settle(param, record)
+    elif "master" in record:
+        record["master"].copy_(values)
+    else:
+        record["master"] = values
 
 
 def is_followed(param: torch.Tensor) -> bool:
     """Whether the master that an optimizer updates rounds to the parameter everywhere."""
-    record = find(param) or {}
-    if not record.keys() >= {"master", "optimizer"} or "loaded" in record:
+    record, p = find(param) or {}, param.detach()
+    if not record.keys() >= {"master", "optimizer"}:
         return True
-    return param.dtype not in LOW_PRECISION or bool(_same(param.detach(), record["master"]).all())
+    return p.dtype not in LOW_PRECISION or bool(forms.same(p, record["master"]).all())
 
 
 def put(param: torch.Tensor, form: str, values: torch.Tensor, number: int | None = None) -> None:
@@ -244,124 +216,19 @@ def claim(
             record.pop("master", None)
             record.pop("remainder", None)
             record[name] = held
-    _place(param, record)
-    _settle(param, record)
+    forms.place(param, record)
+    forms.settle(param, record)
     p = local(param.detach())
     if form is None:
         if record and p.dtype not in LOW_PRECISION:
-            p.copy_(_widened(p, record))  # the bits that it lacked while it had 16
+            p.copy_(forms.widened(p, record))  # the bits that it lacked while it had 16
         record.clear()
     else:
-        _convert(param, record, form, remainder)
+        forms.convert(param, record, form, remainder)
         state[form] = record[form]
         record["optimizer"] = number
         _attach(param, record)
     _Counter.value += any(record.get(name) is not t for name, t in before.items())
-
-
-def _place(param: torch.Tensor, record: Record) -> None:
-    """Move the record to the device of the parameter, and shard it as that is."""
-    for name in ("loaded", *FORMS):
-        t = record.get(name)
-        if not isinstance(t, torch.Tensor):
-            continue
-        if t.is_meta and not param.is_meta:
-            del record[name]
-            continue
-        if t.shape != param.shape:
-            del record[name]
-            warnings.warn(
-                f"the FP32 values of a parameter of shape {tuple(t.shape)} are lost, because it "
-                f"has shape {tuple(param.shape)} now: use fully_shard (FSDP2), which keeps the "
-                "shape, or call cast_parameters after what changes it",
-                stacklevel=2,
-            )
-            continue
-        if is_sharded(param) and not is_sharded(t):
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-            # Each rank has all of it, and takes its part, as fully_shard does.
-            t = distribute_tensor(t.to(param.device), mesh, placements, src_data_rank=None)
-        if t.device != param.device:
-            t = t.to(param.device)
-        record[name] = t
-
-
-def _settle(param: torch.Tensor, record: Record) -> None:
-    """Take into the record what has been written to the parameter since. No host sync."""
-    loaded: Any = record.pop("loaded", None)
-    p = local(param.detach())
-    if p.dtype not in LOW_PRECISION:
-        return
-    wide = local(loaded).float() if isinstance(loaded, torch.Tensor) else None
-    if "remainder" in record and p.dtype == torch.bfloat16:
-        remainder = local(record["remainder"])
-        if wide is not None:
-            new = remainder_of(wide, p, remainder.dtype)
-            kept = torch.where(export_master(p, remainder) == wide, remainder, new)
-            remainder.copy_(torch.where(_same(p, wide), kept, remainder))
-        return
-    if "remainder" in record:  # the model was cast since
-        low = p.to(torch.bfloat16)
-        record["master"] = _like(param, join_master(low, local(record.pop("remainder"))))
-    if wide is not None and "master" not in record:
-        record["master"] = _like(param, p.float())
-    if "master" in record:
-        master = local(record["master"])
-        same = _same(p, master)
-        own = torch.where(same, master, p.to(master.dtype))
-        if loaded is True:  # as a whole: of other weights, no bits of these stay
-            own = torch.where(same.all(), master, p.to(master.dtype))
-        if wide is not None:
-            own = torch.where(_same(p, wide), wide, own)
-        master.copy_(own)
-
-
-def _convert(param: torch.Tensor, record: Record, form: str, dtype: torch.dtype) -> None:
-    p = local(param.detach())
-    if form == "master":
-        if "remainder" in record:
-            wide = export_master(p, local(record.pop("remainder")))
-            record["master"] = _like(param, wide)
-        elif "master" not in record:
-            record["master"] = param.detach().to(torch.float32)
-    elif "master" in record:
-        wide = local(record.pop("master"))
-        record["remainder"] = _like(param, remainder_of(wide, p, dtype))
-    elif "remainder" not in record:
-        record["remainder"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    elif record["remainder"].dtype != dtype:
-        half = lower_half if dtype == torch.int16 else upper_half
-        record["remainder"] = _like(param, half(local(record["remainder"])))
-
-
-def _widened(p: torch.Tensor, record: Record) -> torch.Tensor:
-    """The values of (the part of) a parameter that was cast to FP32, where other code has not
-    written it."""
-    wide = local(record["master"]) if "master" in record else None
-    if wide is None:
-        if "remainder" not in record:
-            return p.float()
-        wide = join_master(p.to(torch.bfloat16), local(record["remainder"]))
-    same = torch.stack([wide.to(dtype).to(p.dtype) == p for dtype in LOW_PRECISION]).any(0)
-    return torch.where(same, wide.to(p.dtype), p)
-
-
-def _same(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    rounded = master.to(param.dtype)
-    return (rounded == param) | (rounded.isnan() & param.isnan())
-
-
-def _like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor of which this rank has `part`, sharded as the parameter is."""
-    if not is_sharded(param):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    shape, stride = param.shape, param.stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _before_loading(
@@ -377,25 +244,36 @@ def _before_loading(
         _Counter.value += 1
         wide = value.dtype in _WIDE
         if param.dtype in _WIDE or (wide and metadata.get("assign_to_params_buffers")):
-            if wide or not torch.equal(values_of(param).to(value.dtype), value.to(param.device)):
+            if wide or not _rounds(values_of(param), value):
                 record.clear()
         elif wide:
-            record["loaded"] = value.detach().to(torch.float32, copy=True)
-        elif "remainder" in record and "optimizer" not in record and not param.is_meta:
-            here = value.detach().to(param.device)
-            other = local(here.to(param.dtype)) != local(param.detach())
-            local(record["remainder"]).masked_fill_(other.to(record["remainder"].device), 0)
-        elif "optimizer" in record:  # of FP32 values before these, nothing is left
-            record.pop("loaded", None)
-        elif record:
-            record["loaded"] = True
+            with torch.no_grad():
+                forms.load(param, record, value)
+        elif _rounds(record.get("previous"), value):
+            record["master"] = record.pop("previous")
+            record.pop("other", None)
+        elif _rounds(record.get("master"), value):
+            record.pop("other", None)
+        elif "optimizer" not in record and "remainder" in record:
+            if param.is_meta or not _rounds(values_of(param), value):
+                record.clear()
+        elif "optimizer" not in record and record:
+            record["other"] = True
+
+
+def _rounds(wide: Any, value: torch.Tensor) -> bool:
+    """Whether FP32 values round to `value` everywhere."""
+    if not isinstance(wide, torch.Tensor) or wide.is_meta or wide.shape != value.shape:
+        return False
+    return torch.equal(local(wide).to(value.dtype), local(value).to(wide.device))
 
 
 def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """A hook of all optimizers: those of torch have no masters. It frees what they do not take."""
-    if torch.compiler.is_compiling() or type(optimizer) not in _TORCHS:
+    if torch.compiler.is_compiling() or type(optimizer) not in TORCHS:
         return
-    kept = [p for g in optimizer.param_groups for p in g["params"] if vars(p).get(_NAME)]
+    params = (p for g in optimizer.param_groups for p in g["params"])
+    kept = [p for p in params if p.grad is not None and vars(p).get(_NAME)]
     for param in kept:
         if param.dtype not in LOW_PRECISION:
             param.data = values_of(param).to(param.dtype)

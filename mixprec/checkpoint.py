@@ -230,10 +230,13 @@ def _parameters(parts: Iterable[Any]) -> list[torch.Tensor]:
 def _masters_of(model: Any) -> dict[str, torch.Tensor]:
     """By the names of a state dict without torch.compile's: an FP32 tensor is a master, one of
     integers a remainder."""
-    named = getattr(model, "named_parameters", dict)
-    records = {name.replace(_COMPILED, ""): _masters.find(p) or {} for name, p in named()}
-    found = {name: r.get("master", r.get("remainder")) for name, r in records.items()}
-    return {name: t for name, t in found.items() if t is not None and not t.is_meta}
+    masters = {}
+    for name, p in getattr(model, "named_parameters", dict)():
+        if p.dtype in LOW_PRECISION and _masters.has_values(p) and not p.is_meta:
+            _masters.values_of(p)  # takes what has been loaded into the record
+            record = _masters.find(p) or {}
+            masters[name.replace(_COMPILED, "")] = record.get("master", record.get("remainder"))
+    return {name: t for name, t in masters.items() if t is not None}
 
 
 def _through_masters(

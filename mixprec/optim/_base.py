@@ -397,14 +397,18 @@ class Optimizer(torch.optim.Optimizer):
         return {**result, "state": states}
 
     def _states_before_the_first_step(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Of params that have a master already: the step would begin with these."""
+        """Of params that have a master already: the step would begin with these. In other states
+        masters have the form that the next step would give them."""
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
             policy = self._policy_of(group)
             for p in group["params"]:
-                new = p.requires_grad and p not in self.state
-                if new and policy.master(p) and _masters.find(p):
+                form = policy.master(p)
+                state = self.state.get(p)
+                if form and state is None and p.requires_grad and _masters.find(p):
                     policy.prepare(p, states.setdefault(p, {}), self._moments(group))
+                elif form and state and form not in state:
+                    policy.claim(p, state)
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -449,12 +453,7 @@ class Optimizer(torch.optim.Optimizer):
         """The loaded state of a param of a loaded group, checked and copied."""
         moments = self._moments_of(saved)
         required = moments if self._moments_required else ()
-        try:
-            return self._policy_of(group).restore(who, p, saved, moments, required)
-        except ValueError as error:
-            names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
-            place = names.get(id(p), self._index[id(p)])
-            raise ValueError(f"{error} (it is the state of param {place})") from None
+        return self._policy_of(group).restore(who, p, saved, moments, required)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -484,8 +483,13 @@ class Optimizer(torch.optim.Optimizer):
             if not loading:
                 _release_hooks.check(who, self, group["params"])
             for p in group["params"] if loading else ():
-                if saved := restored.get(p):  # an empty one stays
-                    restored[p] = self._restore(who, p, saved, group)
+                try:
+                    if saved := restored.get(p):  # an empty one stays
+                        restored[p] = self._restore(who, p, saved, group)
+                except ValueError as error:
+                    names = zip(group["params"], group.get("param_names", ()), strict=False)
+                    name = next((n for q, n in names if q is p), str(self._index[id(p)]))
+                    raise ValueError(f"{error} (it is the state of param {name})") from None
         if loading:
             state = {**state, "state": restored}
         super().__setstate__(state)

@@ -55,9 +55,11 @@ class AdamW(Optimizer):
     foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
     always fused and capturable. amsgrad and differentiable must be False.
 
-    A master is created at the first step. If other code has written a param since the last step,
-    its master takes the new value wherever it no longer rounds to the param (writes through `.data`
-    are not detected). state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and `step`,
+    Masters belong to the params: they begin with what `cast_parameters` has rounded, and another
+    optimizer goes on from them. If other code has written a param since the last step, its master
+    takes the new value wherever it no longer rounds to the param (writes in place through `.data`
+    are not detected). A param group may have its own master_weights, state_dtype and
+    stochastic_rounding. state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and `step`,
     FP32 on the param's device, which counts applied steps. State dicts keep all dtypes. Without
     masters they can be exchanged with torch.optim.AdamW in both directions.
 

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map
 
+from .. import _masters
 from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
 from . import _grad_norms
@@ -24,6 +25,10 @@ from ._state import Policy
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+# Those whose tensors have the shape of the param, or one element.
+_OF_PARAMS = frozenset(_masters.TORCHS) - {torch.optim.Adafactor}
 
 
 class Masters(Optimizer):
@@ -141,9 +146,11 @@ class Masters(Optimizer):
         if inner is None or old != [list(map(id, params)) for params in lists]:
             groups = [{**s, "params": ps} for s, ps in zip(settings, lists, strict=True)]
             inner = self._inner = self._kind(groups, **self._options)
-            for p, tensor in tensors.items():
-                if self.state.get(p, {}).keys() - {"master"}:  # else it is for `kind` to create
-                    inner.state[tensor] = self.state[p]
+        for p, tensor in tensors.items():  # other code may have replaced or cleared it
+            if self.state.get(p, {}).keys() - {"master"}:
+                inner.state[tensor] = self.state[p]
+            else:  # it is for `kind` to create
+                inner.state.pop(tensor, None)
         for key in _not_of_params(inner.state).keys() - self.state.keys():
             del inner.state[key]
         inner.state.update(_not_of_params(self.state))
@@ -164,6 +171,12 @@ class Masters(Optimizer):
             return value.detach().to(value.device if stays else p.device, copy=True)
 
         state = {k: tree_map(partial(restored, k), v) for k, v in saved.items()}
+        for key, t in state.items() if self._kind in _OF_PARAMS else ():
+            if isinstance(t, torch.Tensor) and t.numel() > 1 and t.shape != p.shape:
+                got = tuple(t.shape)
+                raise ValueError(
+                    f"{who}: {key} must be a tensor of shape {tuple(p.shape)}, got {got}"
+                )
         if "master" in saved:
             if p.dtype not in (*LOW_PRECISION, torch.float32):
                 raise ValueError(f"{who}: the state holds a master, and its param is in {p.dtype}")

@@ -1,0 +1,238 @@
+"""The FP32 values behind a 16-bit param stay when it changes hands."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lifecycles
+import pytest
+import torch
+from cases import normal
+from ranks import on_ranks
+from torch import nn
+
+import mixprec
+from mixprec import cast_parameters
+from mixprec.optim import SGD, Adam, AdamW, Masters, Muon, fp32_state_dict
+
+R16: dict[str, Any] = {"master_weights": "remainder16"}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_lives(seed: int, tmp_path: Path) -> None:
+    lifecycles.Life(seed, tmp_path).live()
+
+
+@pytest.mark.exhaustive
+def test_three_thousand_random_lives(tmp_path: Path) -> None:
+    for seed in range(30, 3030):
+        lifecycles.Life(seed, tmp_path).live()
+
+
+def on_two_ranks(kind: str, options: dict[str, Any], optimizer_first: bool) -> bool:
+    """Masters of ranks that begin with other values, after DDP has made their params equal; of
+    ranks that begin with the same, after fully_shard."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(dist.get_rank() if kind == "ddp" else 0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 7))
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for value in first.values():
+        dist.broadcast(value, 0)
+    model[0].requires_grad_(False)
+    cast_parameters(model, torch.bfloat16)
+
+    def make() -> torch.optim.Optimizer:
+        return AdamW(model.parameters(), lr=0.0, weight_decay=0.0, **options)
+
+    optimizer = make() if optimizer_first else None
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        wrapped: nn.Module = model
+    else:
+        wrapped = DistributedDataParallel(model)
+    optimizer = optimizer or make()
+    for trained in (False, True):
+        if trained:
+            model[0].requires_grad_(True)
+            wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+        wrapped(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in fp32_state_dict(model).items():
+        whole = value.full_tensor() if kind == "fsdp" else value
+        off = (whole - first[name]).abs().max()
+        assert off < 1e-8, (name, off)
+        other = whole.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(whole, other)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "optimizer_first"),
+    [
+        *(("ddp", {}, True), ("ddp", {}, False), ("ddp", R16, False)),
+        *(("fsdp", {}, False), ("fsdp", R16, False)),
+    ],
+)
+def test_wrappers_of_several_ranks(
+    kind: str, options: dict[str, Any], optimizer_first: bool
+) -> None:
+    names = {"kind": kind, "options": options, "optimizer_first": optimizer_first}
+    assert all(on_ranks(2, on_two_ranks, **names))
+
+
+def test_two_optimizers_with_other_forms_take_turns() -> None:
+    p = nn.Parameter(torch.ones(64).bfloat16())
+    first, second = SGD([p], lr=1e-5), SGD([p], lr=1e-5, **R16)
+    for optimizer in (first, first, second, second, first, second) * 5:
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(
+        fp32_state_dict(nn.ParameterList([p]))["0"], torch.full((64,), 1 - 30e-5)
+    )
+
+
+def test_torchs_optimizer_of_a_model_cast_to_fp32_gets_all_bits() -> None:
+    model = nn.Linear(8, 8)
+    want = model.weight.detach().clone()
+    cast_parameters(model, torch.bfloat16).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, want)
+
+
+def test_a_frozen_parameter_in_an_optimizer_of_torch_keeps_what_it_has() -> None:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    want = model[0].weight.detach().clone()
+    cast_parameters(model, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 8).bfloat16()).sum().backward()
+    with pytest.warns(UserWarning, match="updates 2 parameters"):
+        optimizer.step()
+    assert torch.equal(fp32_state_dict(model)["0.weight"], want)
+
+
+def test_what_is_exact_in_16_bits_takes_no_memory_while_it_is_frozen() -> None:
+    model = nn.Linear(8, 8).bfloat16().float().requires_grad_(False)
+    cast_parameters(model, torch.bfloat16)
+    assert not any(vars(model.weight).values())
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD, Muon])
+def test_options_of_a_group(kind: type) -> None:
+    """Masters and FP32 moments for one param, stochastic rounding and few bits for another: each as
+    in an optimizer of its own, under one norm."""
+
+    def params() -> list[nn.Parameter]:
+        return [nn.Parameter(normal((80, 64), torch.bfloat16, seed=i)) for i in range(2)]
+
+    extra: dict[str, Any] = {"lr": 0.01, **({"momentum": 0.9} if kind is SGD else {})}
+    few = {"stochastic_rounding": True, "state_dtype": "bf16" if kind is Muon else "int8"}
+    together, alone = params(), params()
+    one = kind([{"params": together[:1]}, {"params": together[1:], **few}], **extra)
+    two = kind(alone[:1], **extra), kind(alone, **extra, **few)
+    for step in range(4):
+        for p, q in zip(together, alone, strict=True):
+            p.grad, q.grad = (normal((80, 64), torch.bfloat16, seed=10 * step) for _ in range(2))
+        one.step()
+        two[0].step()
+        alone[0].grad = None
+        two[1].step()
+        for p, q in zip(together, alone, strict=True):
+            assert torch.equal(p, q)
+        if step == 1:  # the options are not part of the state
+            state = copy.deepcopy(one.state_dict())
+            for group in state["param_groups"]:
+                group.pop("stochastic_rounding", group.pop("state_dtype", None))
+            one.load_state_dict(state)
+    norm = torch.stack([p.grad.double().norm() for p in together]).norm()
+    torch.testing.assert_close(one.grad_norm, norm)
+    assert "master" in one.state[together[0]]
+    assert "master" not in one.state[together[1]]
+    assert "1 bfloat16 with FP32 masters, 1 bfloat16 with stochastic rounding" in repr(one)
+    for wrong, message in (
+        ({"stochastic_rounding": True, "master_weights": "fp32"}, "is for bf16 params without mas"),
+        ({"state_dtype": torch.float16}, "state_dtype must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind([{"params": params(), **wrong}])
+
+
+def test_the_state_of_another_params_shape_is_refused_by_name() -> None:
+    for kind in (lambda p: Masters(torch.optim.NAdam, p), AdamW):
+        a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 3))
+        optimizer = kind([("a", a), ("b", b)])
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+        optimizer.step()
+        state = optimizer.state_dict()
+        state["state"] = {0: state["state"][1], 1: state["state"][0]}
+        with pytest.raises(ValueError, match=r"exp_avg must be .*\(4,\), got \(2, 3\).*param a"):
+            optimizer.load_state_dict(state)
+
+
+def test_setstate_takes_what_torch_takes() -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = fp32_state_dict(nn.ParameterList([p]))["0"]
+    optimizer.__setstate__({"state": defaultdict(dict)})
+    assert not optimizer.state
+    assert torch.equal(fp32_state_dict(nn.ParameterList([p]))["0"], before)
+
+
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"stochastic_rounding": True}, R16])
+def test_groups_that_are_edited(options: dict[str, Any]) -> None:
+    """A param that is appended, and one that is cut with its state left behind."""
+    first, second = (nn.Parameter(normal((80, 64), torch.bfloat16, seed=i)) for i in range(2))
+    optimizer = Adam([first], **options)
+    params = optimizer.param_groups[0]["params"]
+    params.append(second)
+    for p in (first, second):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[second]["step"] == 1
+    cut = params[0] = nn.Parameter(first.detach()[:5].clone())
+    cut.grad, second.grad = torch.ones_like(cut), torch.ones_like(second)
+    optimizer.state[cut] = optimizer.state.pop(first)
+    before = second.detach().clone()
+    with pytest.raises(ValueError, match=r"^Adam: the .* of a param of shape \(5, 64\).*cut or"):
+        optimizer.step()
+    assert torch.equal(second, before)
+    params.append(cut)
+    with pytest.raises(ValueError, match="each parameter once"):
+        optimizer.step()
+
+
+def test_a_clipped_norm_is_copied() -> None:
+    p = nn.Parameter(torch.zeros(64))
+    optimizer = SGD([p], lr=1.0, release_gradients=True, max_grad_norm=0.01, clip="previous")
+    p.sum().backward()
+    optimizer.step()
+    (q,), copied = copy.deepcopy(([p], optimizer))
+    before = q.detach().clone()
+    q.sum().backward()
+    copied.step()
+    assert abs((q - before).norm().item() - 0.01) < 1e-6
+
+
+def test_a_checkpoint_in_16_bits_continues_in_fp32(tmp_path: Path) -> None:
+    for options in ({}, R16):
+        low, wide = cast_parameters(nn.Linear(16, 8), torch.bfloat16), nn.Linear(16, 8)
+        optimizer = AdamW(low.parameters(), **options)
+        low(torch.ones(4, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        path, its = tmp_path / "c.pt", AdamW(wide.parameters())
+        mixprec.save_checkpoint(path, model=low, optimizer=optimizer)
+        mixprec.load_checkpoint(path, model=wide, optimizer=its, convert_dtype=True)
+        assert torch.equal(wide.weight, fp32_state_dict(low)["weight"])
