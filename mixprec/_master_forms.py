@@ -13,6 +13,7 @@ or neither, where the parameter is all there is; beside it
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,11 +122,22 @@ def load(param: torch.Tensor, record: Record, value: torch.Tensor) -> None:
 
 def cut_off(wide: torch.Tensor, low: torch.Tensor) -> Record:
     """What rounding has cut off of a parameter that is not trained: 16 bits of BF16, or nothing."""
-    if low.is_meta or torch.equal(local(low).to(wide.dtype), local(wide)):
+    if low.is_meta or all(torch.equal(n.to(w.dtype), w) for n, w in _pieces(low, wide)):
         return {}
-    if low.dtype == torch.bfloat16:
-        return {"remainder": like(low, remainder_of(local(wide).float(), local(low)))}
-    return {"master": wide.float()}
+    if low.dtype != torch.bfloat16:
+        return {"master": wide.float()}
+    remainder = torch.empty_like(low, dtype=torch.int16)
+    for r, n, w in _pieces(remainder, low, wide):
+        r.copy_(remainder_of(w.float(), n))
+    return {"remainder": remainder}
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same elements of each, so few that temporary values take little memory."""
+    parts = [local(t) for t in tensors]
+    if not all(t.is_contiguous() for t in parts):
+        return iter([tuple(parts)])
+    return zip(*(t.view(-1).split(1 << 16) for t in parts), strict=True)
 
 
 def convert(param: torch.Tensor, record: Record, form: str, dtype: torch.dtype) -> None:
