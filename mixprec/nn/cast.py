@@ -12,8 +12,10 @@ from torch import nn
 
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION
+from ..frozen_linear import FrozenLinear
 from ..ops._dispatch import checks
-from .known_casts import known_casts
+from ._layer import Layer, buffers_of
+from .known_casts import input_in_fp32, is_rotary, is_weighted_loss, known_casts
 from .known_norms import as_input, known_norms
 
 logger = logging.getLogger("mixprec")
@@ -57,6 +59,28 @@ def _matching(op: str, what: str, patterns: Collection[str], names: Collection[s
     return found
 
 
+def _are_harmless(module: nn.Module, norms: tuple[type[nn.Module], ...]) -> bool:
+    """Whether FP32 buffers of its class are known to leave the dtype of activations alone."""
+    return isinstance(module, (*norms, FrozenLinear)) or is_rotary(module)
+
+
+def _stay_fp32(
+    model: nn.Module, floats: dict[str, torch.Tensor], norms: tuple[type[nn.Module], ...]
+) -> list[str]:
+    """The names of FP32 buffers that may make activations FP32, with their shapes. (A tensor without
+    dimensions does not.)"""
+    found = []
+    for name, buffer in floats.items():
+        parent, _, own = name.rpartition(".")
+        module = model.get_submodule(parent)
+        ours = isinstance(module, Layer) and own in buffers_of(module.recipe)
+        if buffer.dtype in LOW_PRECISION or not buffer.dim() or ours:
+            continue
+        if not (_are_harmless(module, norms) or is_weighted_loss(module)):
+            found.append(f"{name} {list(buffer.shape)}")
+    return found
+
+
 def cast_parameters(
     model: nn.Module,
     dtype: torch.dtype | str,
@@ -80,9 +104,12 @@ def cast_parameters(
     FP32, a parameter has the values that were kept.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
-    ["*.attn_mask"]. The others are left as they are, but for a few of transformers without which
-    the model fails (`known_casts`): running statistics and the frequencies of rotary embeddings
-    lose too much in 16 bits.
+    ["*.attn_mask"]. The others are left as they are, because running statistics and the frequencies
+    of rotary embeddings lose too much in 16 bits, but for those without which known classes fail
+    (`known_casts`): of spectral norm and pruning, of adapters of peft, a few of transformers. What
+    is computed from an FP32 buffer and 16-bit activations is FP32: an INFO line names the buffers
+    for which that may happen. Frozen batch norms of transformers and torchvision return the dtype
+    of their input, and torch's CrossEntropyLoss and NLLLoss with class weights compute in FP32.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
     optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
@@ -103,7 +130,8 @@ def cast_parameters(
     checks.is_module(op, model)
     dtype = checks.param_dtype(op, "dtype", dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
+    named = model.named_buffers(remove_duplicate=False)
+    floats = {n: b for n, b in named if b.dtype in _CASTABLE}
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
     cast_too = _matching(op, "buffers", buffers, floats)
     further = known_norms()
@@ -117,6 +145,8 @@ def cast_parameters(
             keeps = type(module) in NORMS or as_input in module._forward_hooks.values()
             if dtype in LOW_PRECISION and not keeps:
                 module.register_forward_hook(as_input, with_kwargs=True)
+        elif is_weighted_loss(module) and input_in_fp32 not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(input_in_fp32)
     if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept | known)):
         logger.info(
             "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "
@@ -140,6 +170,12 @@ def cast_parameters(
         if grad is not None:
             param.grad = grad.to(target)
     for name in cast_too:
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent)._buffers[own] = floats[name].to(dtype)
+        floats[name].data = floats[name].data.to(dtype)  # wherever else it is a buffer
+    if dtype in LOW_PRECISION and (stay := _stay_fp32(model, floats, (*NORMS, *further))):
+        more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
+        logger.info(
+            "%s: buffers that stay in FP32: %s%s; activations that are computed with them become "
+            "FP32, unless buffers= casts them too",
+            *(op, ", ".join(stay[:4]), more),
+        )
     return model

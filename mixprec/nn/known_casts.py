@@ -1,11 +1,18 @@
-"""What other libraries' classes need in the dtype of their weights, known by the identity of these
-classes: norms and buffers that `mixprec.cast_parameters` would leave in FP32 elsewhere."""
+"""What torch's and other libraries' classes need in the dtype of their weights, known by the identity
+of these classes: norms and buffers that `mixprec.cast_parameters` would leave in FP32 elsewhere."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
 
+from .._local_gradients import LOW_PRECISION
 from .imported import imported_class
 
 # transformers.models.NAME.modeling_NAME as NAME/Class, of transformers 5.24. Norms: the class casts
@@ -42,25 +49,51 @@ _TRANSFORMERS = {
 }
 
 
+# Buffers of others, by the module of the class and its name; "*": all of them.
+_OTHERS = {
+    "torch.nn.modules.pooling/FractionalMaxPool2d": "_random_samples",
+    "torch.nn.modules.pooling/FractionalMaxPool3d": "_random_samples",
+    "torch.nn.utils.parametrizations/_Orthogonal": "base",
+    "torch.nn.utils.parametrizations/_SpectralNorm": "_u _v",
+    "torchvision.models.swin_transformer/ShiftedWindowAttentionV2": "relative_coords_table",
+    "peft.tuners._buffer_dict/BufferDict": "*",  # of VeRA and others
+    "peft.tuners.boft.layer/Conv2d": "boft_P",
+    "peft.tuners.boft.layer/Linear": "boft_P",
+}
+# Losses of torch whose class weights must have the dtype of their input.
+_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
 def known_casts(model: nn.Module) -> tuple[set[nn.Parameter], set[str]]:
     """The parameters of such norms, and the names of such buffers."""
     parts: dict[type[nn.Module], list[str]] = {}
-    for entry, names in _TRANSFORMERS.items():
+    for entry, names in (*_TRANSFORMERS.items(), *_OTHERS.items()):
         where, name = entry.split("/")
-        kind = imported_class(f"transformers.models.{where}.modeling_{where}", name)
+        path = where if entry in _OTHERS else f"transformers.models.{where}.modeling_{where}"
+        kind = imported_class(path, name)
         if kind is not None:
             parts[kind] = names.split()
     parameters: set[nn.Parameter] = set()
     buffers: set[str] = set()
     for fqn, module in model.named_modules():
-        for kind in (kind for kind in parts if isinstance(module, kind)):
-            for part in parts[kind]:
-                found = _part(module, part)
+        known = [part for kind in parts if isinstance(module, kind) for part in parts[kind]]
+        for part in (*known, *_parts_of_hooks(module)):
+            for name in module._buffers if part == "*" else (part,):
+                found = _part(module, name)
                 if isinstance(found, nn.Module):
                     parameters.update(found.parameters(recurse=False))
                 elif isinstance(found, torch.Tensor):
-                    buffers.add(f"{fqn}.{part}".lstrip("."))
+                    buffers.add(f"{fqn}.{name}".lstrip("."))
     return parameters, buffers
+
+
+def _parts_of_hooks(module: nn.Module) -> Iterator[str]:
+    """The buffers that torch's hooks compute a weight with."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook) is SpectralNorm:
+            yield from (f"{hook.name}_u", f"{hook.name}_v")
+        elif isinstance(hook, prune.BasePruningMethod):
+            yield f"{hook._tensor_name}_mask"
 
 
 def _part(module: nn.Module, path: str) -> object:
@@ -69,3 +102,27 @@ def _part(module: nn.Module, path: str) -> object:
     for name in path.split("."):
         found = getattr(found, name, None)
     return found
+
+
+def is_weighted_loss(module: nn.Module) -> bool:
+    """Whether its FP32 weights, which stay, want an input in FP32."""
+    return type(module) in _LOSSES and module.weight is not None
+
+
+def input_in_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook: 16-bit arguments in FP32."""
+    return tuple(
+        a.float() if isinstance(a, torch.Tensor) and a.dtype in LOW_PRECISION else a for a in args
+    )
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether transformers' dynamic_rope_update decorates the forward pass of its class, which
+    then returns cosines and sines in the dtype of x."""
+    rope: Any = sys.modules.get("transformers.modeling_rope_utils")
+    forward: Any = type(module).forward
+    while rope is not None and forward is not None:
+        if getattr(forward, "__code__", None) is rope.dynamic_rope_update(is_rotary).__code__:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
