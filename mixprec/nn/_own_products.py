@@ -79,11 +79,11 @@ class OwnProducts(TorchFunctionMode):
         )
 
     def is_own(self, t: torch.Tensor) -> bool:
-        """Whether t is a matrix, or several, of the layer's parameters, or of what a parametrization
-        has made of them and torch keeps (parametrize.cached)."""
+        """Whether t is a matrix, or several, of the layer's parameters, or of what parametrizations
+        have made of them where torch keeps that (parametrize.cached)."""
         if t.dim() not in (2, 3):
             return False
-        computed = self.layer.parametrizations if parametrize.is_parametrized(self.layer) else ()
+        computed: Any = self.layer._modules.get("parametrizations", ())
         kept = (parametrize._cache.get((id(self.layer), name)) for name in computed)
         own = (*self.layer.parameters(recurse=False), *kept)
         return any(p is not None and p.dim() > 1 and _is_of(t, p) for p in own)

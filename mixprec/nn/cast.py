@@ -67,7 +67,7 @@ def _are_harmless(module: nn.Module, norms: tuple[type[nn.Module], ...]) -> bool
 def _stay_fp32(
     model: nn.Module, floats: dict[str, torch.Tensor], norms: tuple[type[nn.Module], ...]
 ) -> list[str]:
-    """The names of FP32 buffers that may make activations FP32, with their shapes. (A tensor without
+    """The names of FP32 buffers that may make activations FP32, and their shapes. (A tensor without
     dimensions does not.)"""
     found = []
     for name, buffer in floats.items():

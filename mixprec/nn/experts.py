@@ -51,8 +51,8 @@ class Experts(Intercepted):
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those that are not of its children, and the originals of those that are parametrized."""
-    lists = module.parametrizations.children() if parametrize.is_parametrized(module) else ()
-    return [p for each in (module, *lists) for p in each.parameters(recurse=False)]
+    lists: Any = module._modules.get("parametrizations", {})
+    return [p for each in (module, *lists.values()) for p in each.parameters(recurse=False)]
 
 
 @functools.cache

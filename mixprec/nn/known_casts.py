@@ -1,5 +1,5 @@
-"""What torch's and other libraries' classes need in the dtype of their weights, known by the identity
-of these classes: norms and buffers that `mixprec.cast_parameters` would leave in FP32 elsewhere."""
+"""What classes of torch and other libraries need in the dtype of their weights, known by identity:
+norms and buffers that `mixprec.cast_parameters` would leave in FP32 elsewhere."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from .imported import imported_class
 # Buffers: the class computes with them and with 16-bit tensors, in products of one dtype.
 _TRANSFORMERS = {
     "blip_2/Blip2QFormerModel": "layernorm",
+    "bros/BrosPositionalEmbedding1D": "inv_freq",
+    "canary/CanaryPositionalEmbedding": "positional_embedding",
+    "edgetam/EdgeTamPositionalEmbedding": "positional_embedding",
+    "edgetam_video/EdgeTamVideoPositionalEmbedding": "positional_embedding",
     "falcon_mamba/FalconMambaBlock": "norm",
+    "fastspeech2_conformer/FastSpeech2ConformerHifiGan": "mean scale",
+    "florence2/Florence2VisionPositionalEmbeddingCosine1D": "pos_idx_to_embed",
     "fun_asr_nano/FunAsrNanoEncoder": "layers.0.input_layernorm",
+    "fun_asr_nano/FunAsrNanoPositionEmbedding": "positional_embedding",
     "gemma4/Gemma4AudioLayer": "norm_pre_attn",
     "instructblip/InstructBlipQFormerEmbeddings": "layernorm",
     "instructblipvideo/InstructBlipVideoQFormerEmbeddings": "layernorm",
+    "kimi_k25/Kimi_K25VisionPositionEmbeddings": "time_position_embeddings",
     "kosmos2/Kosmos2TextSinusoidalPositionalEmbedding": "weights",
     "kosmos2_5/Kosmos2_5TextSinusoidalPositionalEmbedding": "weights",
     "m2m_100/M2M100SinusoidalPositionalEmbedding": "weights",
@@ -38,11 +46,25 @@ _TRANSFORMERS = {
     "neomme/NeoMMEPatchEmbeddings": "norm",
     "nllb_moe/NllbMoeSinusoidalPositionalEmbedding": "weights",
     "openai/Attention": "bias",
+    "pp_doclayout_v4/PPDocLayoutV4GlobalPointer": "eye",
+    "qwen2_5_omni/Qwen2_5OmniDownSample1d": "filter",
+    "qwen2_5_omni/Qwen2_5OmniUpSample1d": "filter",
+    "qwen2_5_omni/SinusoidsPositionEmbedding": "positional_embedding",
+    "qwen3_asr/SinusoidsPositionEmbedding": "positional_embedding",
+    "qwen3_omni_moe/SinusoidsPositionEmbedding": "positional_embedding",
+    "sam2/Sam2PositionalEmbedding": "positional_embedding",
+    "sam2_video/Sam2VideoPositionalEmbedding": "positional_embedding",
+    "sam3_tracker/Sam3TrackerPositionalEmbedding": "positional_embedding",
+    "sam3_tracker_video/Sam3TrackerVideoPositionalEmbedding": "positional_embedding",
     "seamless_m4t/SeamlessM4TSinusoidalPositionalEmbedding": "weights",
     "seamless_m4t_v2/SeamlessM4Tv2ConformerFeatureProjection": "layer_norm",
     "seamless_m4t_v2/SeamlessM4Tv2SinusoidalPositionalEmbedding": "weights",
     "speech_to_text/Speech2TextSinusoidalPositionalEmbedding": "weights",
+    "speecht5/SpeechT5HifiGan": "mean scale",
+    "speecht5/SpeechT5ScaledPositionalEncoding": "pe",
     "speecht5/SpeechT5SinusoidalPositionalEmbedding": "weights",
+    "swin2sr/Swin2SRSelfAttention": "relative_coords_table",
+    "swinv2/Swinv2SelfAttention": "relative_coords_table",
     "xglm/XGLMSinusoidalPositionalEmbedding": "weights",
     "zaya/ZayaDecoderLayer": "input_layernorm post_attention_layernorm",
     "zaya/ZayaModel": "norm",
@@ -53,7 +75,6 @@ _TRANSFORMERS = {
 _OTHERS = {
     "torch.nn.modules.pooling/FractionalMaxPool2d": "_random_samples",
     "torch.nn.modules.pooling/FractionalMaxPool3d": "_random_samples",
-    "torch.nn.utils.parametrizations/_Orthogonal": "base",
     "torch.nn.utils.parametrizations/_SpectralNorm": "_u _v",
     "torchvision.models.swin_transformer/ShiftedWindowAttentionV2": "relative_coords_table",
     "peft.tuners._buffer_dict/BufferDict": "*",  # of VeRA and others
