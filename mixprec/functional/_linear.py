@@ -202,7 +202,8 @@ def linear(
     recipes with state raise RuntimeError. TypeError or ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
-    there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
+    there, unrounded; `grad` stays None, so that DDP does not see it. If hooks are registered on
+    the weight, they get the gradient in its dtype, and the result is added to main_grad.
     """
     recipe = Recipe.parse(recipe)
     checks.is_tensor("linear", "weight", weight)
