@@ -189,7 +189,7 @@ def test_hooks_on_a_weight_with_main_grad(order: str, make: Callable[[], nn.Modu
         if order != "after":
             weight.register_hook(lambda g: seen.append(g.clone()) or g * mask)
         if order != "hook":
-            weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(mask)] and None)
+            weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * mask))
         total = torch.zeros(weight.shape)
         for _ in range(2):
             layer(x).float().square().mean().backward()
