@@ -12,9 +12,9 @@ from torch import nn
 
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION
-from ..frozen_linear import FrozenLinear
 from ..ops._dispatch import checks
 from ._layer import Layer, buffers_of
+from .imported import imported_class
 from .known_casts import input_in_fp32, is_rotary, is_weighted_loss, known_casts
 from .known_norms import as_input, known_norms
 
@@ -61,7 +61,8 @@ def _matching(op: str, what: str, patterns: Collection[str], names: Collection[s
 
 def _are_harmless(module: nn.Module, norms: tuple[type[nn.Module], ...]) -> bool:
     """Whether FP32 buffers of its class are known to leave the dtype of activations alone."""
-    return isinstance(module, (*norms, FrozenLinear)) or is_rotary(module)
+    frozen = imported_class("mixprec.frozen_linear", "FrozenLinear")
+    return isinstance(module, norms) or type(module) is frozen or is_rotary(module)
 
 
 def _stay_fp32(
