@@ -182,6 +182,7 @@ class GradScaler(UnscalesPrepared):
                 outputs = outputs.float()
             scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
             _scaled_losses.mark(scaled)
+            scaled_steps.mark(scaled)
             return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)

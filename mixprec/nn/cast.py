@@ -59,25 +59,19 @@ def _matching(op: str, what: str, patterns: Collection[str], names: Collection[s
     return found
 
 
-def _are_harmless(module: nn.Module, norms: tuple[type[nn.Module], ...]) -> bool:
-    """Whether FP32 buffers of its class are known to leave the dtype of activations alone."""
-    frozen = imported_class("mixprec.frozen_linear", "FrozenLinear")
-    return isinstance(module, norms) or type(module) is frozen or is_rotary(module)
-
-
 def _stay_fp32(
     model: nn.Module, floats: dict[str, torch.Tensor], norms: tuple[type[nn.Module], ...]
 ) -> list[str]:
-    """The names of FP32 buffers that may make activations FP32, and their shapes. (A tensor without
-    dimensions does not.)"""
-    found = []
+    """The names and shapes of FP32 buffers that may make activations FP32: not of classes that are
+    known to leave these alone, and not without dimensions."""
+    frozen, found = imported_class("mixprec.frozen_linear", "FrozenLinear"), []
     for name, buffer in floats.items():
         parent, _, own = name.rpartition(".")
         module = model.get_submodule(parent)
-        ours = isinstance(module, Layer) and own in buffers_of(module.recipe)
-        if buffer.dtype in LOW_PRECISION or not buffer.dim() or ours:
-            continue
-        if not (_are_harmless(module, norms) or is_weighted_loss(module)):
+        known = isinstance(module, norms) or type(module) is frozen
+        known |= isinstance(module, Layer) and own in buffers_of(module.recipe)
+        known |= is_rotary(module) or is_weighted_loss(module)
+        if buffer.dtype not in LOW_PRECISION and buffer.dim() and not known:
             found.append(f"{name} {list(buffer.shape)}")
     return found
 
@@ -107,10 +101,11 @@ def cast_parameters(
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are, because running statistics and the frequencies
     of rotary embeddings lose too much in 16 bits, but for those without which known classes fail
-    (`known_casts`): of spectral norm and pruning, of adapters of peft, a few of transformers. What
-    is computed from an FP32 buffer and 16-bit activations is FP32: an INFO line names the buffers
-    for which that may happen. Frozen batch norms of transformers and torchvision return the dtype
-    of their input, and torch's CrossEntropyLoss and NLLLoss with class weights compute in FP32.
+    (`known_casts`): of spectral norm and pruning, of adapters of peft, a few of transformers. (Not
+    those that keep_fp32 matches.) What is computed from an FP32 buffer and 16-bit activations is
+    FP32: an INFO line names the buffers for which that may happen. Frozen batch norms of
+    transformers and torchvision return the dtype of their input; torch's CrossEntropyLoss and
+    NLLLoss with class weights compute in FP32.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
     optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
@@ -137,7 +132,8 @@ def cast_parameters(
     cast_too = _matching(op, "buffers", buffers, floats)
     further = known_norms()
     known, known_buffers = known_casts(model)
-    cast_too |= known_buffers & floats.keys()
+    kept_too = (n for n in known_buffers for pattern in keep_fp32 if fnmatchcase(n, pattern))
+    cast_too |= (known_buffers & floats.keys()).difference(kept_too)
     for module in model.modules():
         if isinstance(module, (*NORMS, *further)):
             kept.update(p for p in module.parameters(recurse=False) if p not in known)
@@ -147,7 +143,7 @@ def cast_parameters(
             if dtype in LOW_PRECISION and not keeps:
                 module.register_forward_hook(as_input, with_kwargs=True)
         elif is_weighted_loss(module) and input_in_fp32 not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(input_in_fp32)
+            module.register_forward_pre_hook(input_in_fp32, with_kwargs=True)
     if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept | known)):
         logger.info(
             "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "

@@ -69,17 +69,11 @@ _TRANSFORMERS = {
     "zaya/ZayaDecoderLayer": "input_layernorm post_attention_layernorm",
     "zaya/ZayaModel": "norm",
 }
-
-
 # Buffers of others, by the module of the class and its name; "*": all of them.
 _OTHERS = {
-    "torch.nn.modules.pooling/FractionalMaxPool2d": "_random_samples",
-    "torch.nn.modules.pooling/FractionalMaxPool3d": "_random_samples",
     "torch.nn.utils.parametrizations/_SpectralNorm": "_u _v",
     "torchvision.models.swin_transformer/ShiftedWindowAttentionV2": "relative_coords_table",
     "peft.tuners._buffer_dict/BufferDict": "*",  # of VeRA and others
-    "peft.tuners.boft.layer/Conv2d": "boft_P",
-    "peft.tuners.boft.layer/Linear": "boft_P",
 }
 # Losses of torch whose class weights must have the dtype of their input.
 _LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -130,16 +124,18 @@ def is_weighted_loss(module: nn.Module) -> bool:
     return type(module) in _LOSSES and module.weight is not None
 
 
-def input_in_fp32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def input_in_fp32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook: 16-bit arguments in FP32."""
-    return tuple(
-        a.float() if isinstance(a, torch.Tensor) and a.dtype in LOW_PRECISION else a for a in args
-    )
+
+    def cast(x: Any) -> Any:
+        return x.float() if isinstance(x, torch.Tensor) and x.dtype in LOW_PRECISION else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether transformers' dynamic_rope_update decorates the forward pass of its class, which
-    then returns cosines and sines in the dtype of x."""
+    """Whether transformers' dynamic_rope_update decorates the forward pass of its class, whose
+    cosines and sines are cast before they meet activations."""
     rope: Any = sys.modules.get("transformers.modeling_rope_utils")
     forward: Any = type(module).forward
     while rope is not None and forward is not None:

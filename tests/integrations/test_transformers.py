@@ -363,21 +363,3 @@ def test_floating_point_inputs_are_cast(tmp_path: Path, params: Any) -> None:
     trainer.evaluate()
     dtype = params or torch.float32
     assert model.dtypes == {"signal": dtype, "more": dtype, "labels": torch.float32}
-
-
-def test_a_speech_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.Wav2Vec2Config(
-        vocab_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=48, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
-        mask_time_prob=0.0, layerdrop=0.0, ctc_loss_reduction="mean",
-    )  # fmt: skip
-    data = [{"input_values": row, "labels": torch.arange(5)} for row in torch.randn(8, 2000)]
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=3, use_cpu=True, report_to="none", disable_tqdm=True,
-        logging_steps=1,
-    )  # fmt: skip
-    model = transformers.Wav2Vec2ForCTC(config)
-    Trainer(model, args, train_dataset=data, recipe="bf16", params="bf16").train()
-    assert model.lm_head.weight.dtype == torch.bfloat16
