@@ -83,7 +83,8 @@ class OwnProducts(TorchFunctionMode):
         have made of them where torch keeps that (parametrize.cached)."""
         if t.dim() not in (2, 3):
             return False
-        computed: Any = self.layer._modules.get("parametrizations", ())
+        is_computed = parametrize.is_parametrized(self.layer)
+        computed: Any = self.layer.parametrizations if is_computed else ()
         kept = (parametrize._cache.get((id(self.layer), name)) for name in computed)
         own = (*self.layer.parameters(recurse=False), *kept)
         return any(p is not None and p.dim() > 1 and _is_of(t, p) for p in own)

@@ -51,7 +51,7 @@ class Experts(Intercepted):
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those that are not of its children, and the originals of those that are parametrized."""
-    lists: Any = module._modules.get("parametrizations", {})
+    lists: Any = module.parametrizations if parametrize.is_parametrized(module) else nn.ModuleDict()
     return [p for each in (module, *lists.values()) for p in each.parameters(recurse=False)]
 
 
