@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from .. import _unrounded
+from .. import _said, _unrounded
 from .._local_gradients import LOW_PRECISION
 from ..ops._dispatch import checks
 from ._layer import Layer, buffers_of
@@ -103,9 +103,9 @@ def cast_parameters(
     of rotary embeddings lose too much in 16 bits, but for those without which known classes fail
     (`known_casts`): of spectral norm and pruning, of adapters of peft, a few of transformers. (Not
     those that keep_fp32 matches.) What is computed from an FP32 buffer and 16-bit activations is
-    FP32: an INFO line names the buffers for which that may happen. Frozen batch norms of
-    transformers and torchvision return the dtype of their input; torch's CrossEntropyLoss and
-    NLLLoss with class weights compute in FP32.
+    FP32: where `convert` reports, a line names the buffers for which that may happen. Frozen batch
+    norms of transformers and torchvision return the dtype of their input; torch's CrossEntropyLoss
+    and NLLLoss with class weights compute in FP32.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
     optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
@@ -170,9 +170,8 @@ def cast_parameters(
         floats[name].data = floats[name].data.to(dtype)  # wherever else it is a buffer
     if dtype in LOW_PRECISION and (stay := _stay_fp32(model, floats, (*NORMS, *further))):
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
-        logger.info(
-            "%s: buffers that stay in FP32: %s%s; activations that are computed with them become "
-            "FP32, unless buffers= casts them too",
-            *(op, ", ".join(stay[:4]), more),
+        _said.say(
+            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{more}; activations that are "
+            "computed with them become FP32, unless buffers= casts them too"
         )
     return model
