@@ -171,7 +171,7 @@ def cast_parameters(
     if dtype in LOW_PRECISION and (stay := _stay_fp32(model, floats, (*NORMS, *further))):
         more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         _said.say(
-            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{more}; activations that are "
-            "computed with them become FP32, unless buffers= casts them too"
+            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{more}; activations that "
+            "meet them become FP32 unless the model casts these; buffers= casts the buffers"
         )
     return model

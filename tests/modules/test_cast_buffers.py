@@ -107,8 +107,8 @@ def test_buffers_that_make_activations_fp32_are_named(caplog: pytest.LogCaptureF
         mixprec.cast_parameters(model(), torch.float32)
     assert told == [line for line in caplog.messages if "buffers" in line]
     assert told == [
-        "cast_parameters: buffers that stay in FP32: 0.pe [4, 8]; activations that are computed "
-        "with them become FP32, unless buffers= casts them too"
+        "cast_parameters: buffers that stay in FP32: 0.pe [4, 8]; activations that meet them "
+        "become FP32 unless the model casts these; buffers= casts the buffers"
     ]
     assert left[0](x).dtype == torch.float32
     assert cast(x).dtype == LOW

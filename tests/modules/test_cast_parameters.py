@@ -164,7 +164,7 @@ def test_torchs_norms_stay_and_those_that_only_have_the_name_are_cast_and_listed
         "cast_parameters: modules with nothing but vectors are cast to bfloat16: 1 LlamaRMSNorm, "
         "1 AbnormalHead; norms that are not known can stay in FP32 by keep_fp32=",
         "cast_parameters: buffers that stay in FP32: inv_freq [2], attn_mask [2]; activations that "
-        "are computed with them become FP32, unless buffers= casts them too",
+        "meet them become FP32 unless the model casts these; buffers= casts the buffers",
     ]
     caplog.clear()
     mixprec.cast_parameters(Block(), LOW, keep_fp32=["norm.*"], buffers=["inv_freq", "attn_mask"])
@@ -213,6 +213,7 @@ def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
     kinds = known_norms.known_norms()
     assert len(kinds) == len(set(kinds)) == len(entries)
     config = SimpleNamespace(hidden_size=8, head_dim=8, num_key_value_heads=2, eps=1e-6)
+    config.input_size = 8
     norms = []
     for kind in kinds:
         parameters = list(inspect.signature(kind).parameters.values())
