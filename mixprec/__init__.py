@@ -20,11 +20,10 @@ from .ops import (
 from .quantized import Quantized
 
 if TYPE_CHECKING:  # what `__getattr__` imports
-    from . import distributed, functional, nn, optim, scaling
+    from . import distributed, filters, functional, nn, optim, scaling, stats
     from .amp.grad_scaler import GradScaler
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
-    from .diagnostics import stats
     from .diagnostics.audit.diff import Diff, bisect
     from .diagnostics.audit.report import Audit, audit
     from .diagnostics.compare import compare
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .frozen import freeze
     from .lean_training import lean
     from .memory.compress_saved import compress_saved
-    from .nn import filters
     from .nn.autocast import autocast
     from .nn.cast import cast_parameters
     from .nn.convert import convert, convert_to_float8_training
@@ -100,14 +98,10 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = {"filters": "nn.filters", "stats": "diagnostics.stats"}
-_MODULES |= {
-    name: name
-    for name in (
-        *("amp", "availability", "checkpoint", "diagnostics", "distributed", "functional"),
-        *("grad_report", "memory", "nn", "optim", "recipes", "scaling", "testing"),
-    )
-}
+_MODULES = (
+    *("amp", "availability", "checkpoint", "diagnostics", "distributed", "filters", "functional"),
+    *("grad_report", "memory", "nn", "optim", "recipes", "scaling", "stats", "testing"),
+)
 _DEFINED_IN = {
     "Audit": "diagnostics.audit.report",
     "Diff": "diagnostics.audit.diff",
@@ -143,7 +137,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for an attribute
     def __getattr__(name: str) -> object:
         """Import what `import mixprec` leaves out, which takes as long again, when first used."""
         if name in _MODULES:
-            value = import_module(f".{_MODULES[name]}", __name__)
+            value = import_module(f".{name}", __name__)
         elif name in _DEFINED_IN:
             value = getattr(import_module(f".{_DEFINED_IN[name]}", __name__), name)
         else:

@@ -87,7 +87,12 @@ def read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
         except Exception as error:
             raise ValueError(f"{where} is damaged or no checkpoint: {error}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise ValueError(f"{where} is no checkpoint that save_checkpoint wrote")
+        keys = f" with {', '.join(map(repr, [*checkpoint][:3]))}" if checkpoint else ""
+        held = f"a dict{keys}" if isinstance(checkpoint, dict) else f"a {type(checkpoint).__name__}"
+        raise ValueError(
+            f"{where} is no checkpoint that save_checkpoint wrote: it holds {held}; a state dict "
+            "that torch.save wrote is for model.load_state_dict(torch.load(path))"
+        )
     version = checkpoint.get("version")
     if version != VERSION:
         raise ValueError(

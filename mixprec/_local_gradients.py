@@ -22,10 +22,14 @@ def is_copy(main_grad: torch.Tensor | None) -> bool:
 
 
 def watch(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook` after each backward pass that writes `grad`, before DDP reads it."""
+    """Call `hook` after each backward pass that writes `grad`, before DDP reads it, and after the
+    hooks that there are now."""
     hooks = param._post_accumulate_grad_hooks
     if hooks is None or hook not in hooks.values():
         param.register_post_accumulate_grad_hook(hook)
+    elif next(reversed(hooks.values())) is not hook:
+        key = next(key for key, each in hooks.items() if each is hook)
+        hooks[key] = hooks.pop(key)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

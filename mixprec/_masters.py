@@ -281,12 +281,14 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     kept = [p for p in kept if p.dtype in LOW_PRECISION]
     if kept:
         name, dtype = type(optimizer).__name__, str(kept[0].dtype).removeprefix("torch.")
-        ours = f"mixprec.optim.{name}"
-        if name not in ("AdamW", "Adam", "SGD", "Muon"):
-            ours = f"mixprec.optim.Masters(torch.optim.{name}, params, ...)"
+        instead = f"mixprec.optim.Masters(torch.optim.{name}, params, ...) keeps FP32 masters"
+        if name in ("AdamW", "Adam", "SGD", "Muon"):
+            instead = f"mixprec.optim.{name} keeps FP32 masters"
+        elif name in ("LBFGS", "SparseAdam"):  # a closure, sparse gradients: Masters has neither
+            instead = "leave these parameters in FP32 by keep_fp32="
         warnings.warn(
             f"torch.optim.{name} updates {len(kept)} parameters that cast_parameters made "
-            f"{dtype}: updates of less than half a unit of {dtype} are lost. {ours} keeps FP32 "
-            "masters; if this is meant, cast_parameters(..., keep_masters=False) says so",
+            f"{dtype}: updates of less than half a unit of {dtype} are lost. {instead}; if this "
+            "is meant, cast_parameters(..., keep_masters=False) says so",
             stacklevel=3,
         )

@@ -32,6 +32,8 @@ _ALIASES = {
     "blockwise": "fp8-block",
 }
 
+NAMES = tuple(_ALIASES)
+
 _PLAIN = 'it is no recipe of convert: leave the model as it is (mixprec.compare takes "fp32")'
 _FORMAT = (
     'it is a format, of which a recipe has three: "fp8" has e4m3 for x and w and e5m2 for g, '
@@ -52,6 +54,7 @@ _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
     **dict.fromkeys(("fp64", "float64", "double", "64-true"), _PLAIN),
     **dict.fromkeys(("e4m3", "e5m2", "e4m3fn", "float8_e4m3fn", "float8_e5m2"), _FORMAT),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), _FORMAT),
     **dict.fromkeys(("e2m1", "e3m2", "e2m3"), _FORMAT),
     **dict.fromkeys(("amp", "mixed", "mixed_precision", "autocast", "auto"), _WHICH),
     **dict.fromkeys(("o2", "o3", "16-true", "bf16-true"), _WEIGHTS),

@@ -23,9 +23,16 @@ from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
 from ._local_gradients import LOW_PRECISION, is_sharded
 from .nn._layer import Layer
 from .ops import export_master
+from .scaling import BUFFERS
 
 # What torch.compile(module) puts into the names of the module's entries.
 _COMPILED = "_orig_mod."
+# What to do where the delayed scales of all layers are missing, in the file or in the model.
+_SCALES = {
+    "lacks": "the model has delayed scales, the file none: load it before convert",
+    "adds": "they are the delayed scales of a converted model: convert the model as the one that "
+    'was saved, such as by convert(model, "fp8-delayed"), before load_checkpoint',
+}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -188,7 +195,9 @@ def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> N
     for verb, names in (("lacks", own.keys() - saved.keys()), ("adds", more)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise ValueError(f"{where} {verb} {len(names)} entries: {shown}")
+            scales = all(name.rpartition(".")[2] in BUFFERS for name in names)
+            hint = f"; {_SCALES[verb]}" if scales else ""
+            raise ValueError(f"{where} {verb} {len(names)} entries: {shown}{hint}")
     for name, mine in own.items():
         value = saved[name]
         if not isinstance(mine, torch.Tensor) or not isinstance(value, torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -266,8 +267,8 @@ class Recipe(Checked):
         return Recipe(**given, products=tuple((n, Recipe.from_dict(r)) for n, r in products))
 
     @staticmethod
-    def parse(recipe: Recipe | str) -> Recipe:
-        """Return `recipe` itself, or the recipe of that name or alias.
+    def parse(recipe: Recipe | str | torch.dtype) -> Recipe:
+        """Return `recipe` itself, or the recipe of that name, alias or 16-bit dtype of torch.
 
         Names: those of `RECIPES`. With "+gi-" or "+gw-" and another name, the grad_input or the
         grad_weight product is computed by that: "fp8-rowwise+gw-bf16". With "+outliers-" and a
@@ -275,18 +276,22 @@ class Recipe(Checked):
         Keras ("mixed_bfloat16"), of jmp ("params=float32,compute=bfloat16,output=float32"), of
         torch's dtypes, of torchao, Megatron and Transformer Engine ("hybrid"); all in
         `mixprec._recipe_aliases`, upper or lower case, with "-" or "_". ValueError lists the names,
-        or says what to use for a name that is no recipe ("int8", "e4m3", "amp").
+        and the one that a misspelt name resembles, or says what to use for a name or dtype that is
+        no recipe ("int8", "e4m3", "amp", torch.float8_e4m3fn).
         """
         if isinstance(recipe, Recipe):
             return recipe
-        if isinstance(recipe, str):
-            name = _recipe_aliases.name_of(recipe.strip().lower())
+        nearest = ""
+        if isinstance(recipe, (str, torch.dtype)):
+            name = _recipe_aliases.name_of(str(recipe).strip().lower())
             if "+" in name:
-                return _mixed(recipe, *name.split("+"))
+                return _mixed(str(recipe), *name.split("+"))
             if found := RECIPES.get(name):
                 return found
+            if near := difflib.get_close_matches(name, [*RECIPES, *_recipe_aliases.NAMES], 1):
+                nearest = f'; did you mean "{near[0]}"?'
         names = ", ".join(f'"{name}"' for name in RECIPES)
-        raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
+        raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}{nearest}")
 
 
 def _mixed(given: str, first: str, *others: str) -> Recipe:

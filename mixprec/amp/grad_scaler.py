@@ -13,11 +13,12 @@ from torch.amp.grad_scaler import OptState
 from .. import _scaled_losses, ops, scaling
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
+from . import scaled_steps
 from .lagged import Lagged
 from .optimizers import any_flag, has_fp16_gradient, has_gradient, steps_alone, unscales_itself
 from .prepared import UnscalesPrepared, step_prepared, unwrap
 from .reader import GradReader, check_
-from .rules import NEVER, TORCH_STATE, check, power
+from .rules import NEVER, TORCH_STATE, check, check_device, power
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -81,6 +82,7 @@ class GradScaler(UnscalesPrepared):
     ) -> None:
         if enabled:
             check(**locals())  # which passes over the arguments that have no rule
+            check_device(device)
         self._static = growth_interval is None
         interval = NEVER if growth_interval is None else growth_interval
         # torch's constructor disables the scaler when "cuda", its default, is not available.
@@ -124,6 +126,7 @@ class GradScaler(UnscalesPrepared):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._device = dev.type
+        scaled_steps.watch()
         left = self._init_hysteresis_tracker
         self._hysteresis_tracker = torch.full((), left, dtype=torch.int32, device=dev)
         self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
@@ -179,6 +182,7 @@ class GradScaler(UnscalesPrepared):
                 outputs = outputs.float()
             scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
             _scaled_losses.mark(scaled)
+            scaled_steps.mark(scaled)
             return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)
@@ -199,6 +203,7 @@ class GradScaler(UnscalesPrepared):
             return step_prepared(self, optimizer, inner, *args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError("GradScaler.step: a closure cannot be used with loss scaling")
+        scaled_steps.is_fine(optimizer)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -216,7 +221,10 @@ class GradScaler(UnscalesPrepared):
         if not unscaled and (has_gradient(optimizer) or not steps_alone(optimizer)):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a "
+                "gradient; call scaler.scale(loss).backward() before scaler.step(optimizer)."
+            )
         result = optimizer._step_scaled(  # type: ignore[attr-defined]
             None if unscaled else scale, flags[scale.device], *args, **kwargs
         )
@@ -245,7 +253,10 @@ class GradScaler(UnscalesPrepared):
         states = self._per_optimizer_states.values()
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(
+                "No inf checks were recorded prior to update: call scaler.step(optimizer), which "
+                "unscales the gradients, in place of optimizer.step()."
+            )
         assert self._hysteresis_tracker is not None, "created with the scale"
         assert self._counters is not None, "created with the scale"
         is_one = len(flags) == 1 and (flags[0].device, flags[0].dtype) == (
@@ -303,6 +314,7 @@ class GradScaler(UnscalesPrepared):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        scaled_steps.is_fine(optimizer)
         ours = unscales_itself(optimizer)
         if ours and not self._warned_fp16 and has_fp16_gradient(optimizer):
             self._warned_fp16 = True

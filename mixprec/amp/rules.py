@@ -44,6 +44,18 @@ def power(scale: float, digits: int = 3) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.{digits}g}"
 
 
+def check_device(device: Any) -> None:
+    """ValueError unless it is None or names a device."""
+    try:
+        if device is not None:
+            torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            'GradScaler: device must be None or a device of torch, such as "cuda", got '
+            f"{device!r}; the scale is init_scale="
+        ) from error
+
+
 def check(**settings: Any) -> None:
     """Raise ValueError for the first setting or state entry that is not valid."""
     for name, value in settings.items():

@@ -81,7 +81,8 @@ def no_outliers(op: str, recipe: Recipe) -> None:
 
 
 def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
-    """weight.main_grad, to which the gradient is added, if there is one and `grad` is None."""
+    """weight.main_grad, to which the gradient is added, if there is one and `grad` is None. (None
+    where hooks wait for it: they get it rounded, from autograd, before it is added.)"""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or is_copy(main_grad):
         return None
@@ -89,7 +90,16 @@ def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
         return None
     checks.is_like(op, "weight.main_grad", main_grad, weight, (torch.float32,), "weight")
     watch_main_grad(weight)
-    return main_grad
+    return None if _has_hooks(weight) else main_grad
+
+
+def _has_hooks(weight: torch.Tensor) -> bool:
+    """Whether others than `watch_main_grad` have registered hooks for its gradient. (torch.compile
+    does not know.)"""
+    if torch.compiler.is_compiling():
+        return False
+    after = weight._post_accumulate_grad_hooks or {}
+    return bool(weight._backward_hooks) or any(h is not _add_to_main_grad for h in after.values())
 
 
 def watch_main_grad(param: torch.Tensor) -> None:

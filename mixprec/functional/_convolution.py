@@ -27,11 +27,12 @@ class Kind(NamedTuple):
 
     dims: int
     transposed: bool
+    layer: str = ""
 
     @property
     def op(self) -> str:
-        """torch's name."""
-        return f"conv{'_transpose' * self.transposed}{self.dims}d"
+        """torch's name, and that of the layer."""
+        return checks.of_layer(f"conv{'_transpose' * self.transposed}{self.dims}d", self.layer)
 
     @property
     def module(self) -> str:
@@ -112,8 +113,8 @@ def _check(
             f"{op}: x must be [B, C, {sizes}] or [C, {sizes}] with C = {channels} as in weight "
             f"{kind.weight_shape}, got shape {tuple(x.shape)}"
         )
-    checks.has_dtype(op, "x", x, checks.FLOATS)
-    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.has_dtype(op, "x", x, checks.FLOATS, checks.CAST_X)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS, checks.CAST_WEIGHT)
     checks.on_device(op, "weight", weight, x.device, "x")
     check_output(op, weight, bias, out_dtype, "[O]", outputs)
 
@@ -185,7 +186,7 @@ def convolution(
     if out_dtype is None and isinstance(x, torch.Tensor):
         out_dtype = x.dtype
     checks.is_tensor("convolution", "weight", weight)
-    kind = Kind(weight.dim() - 2, bool(transposed))
+    kind = Kind(weight.dim() - 2, bool(transposed), name)
     if kind.dims not in SIZES:
         raise ValueError(
             "convolution: weight must have 3, 4 or 5 dimensions, two of them for channels, got "

@@ -175,9 +175,9 @@ def grouped_linear(
     ValueError names offs that are not valid on a CPU. On a GPU an end below the one before, or
     beyond S, leads to values that are not defined, but to no access beyond the arguments.
     """
-    op, recipe = "grouped_linear", Recipe.parse(recipe)
-    checks.has_dtype(op, "x", x, checks.FLOATS)
-    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    op, recipe = checks.of_layer("grouped_linear", name), Recipe.parse(recipe)
+    checks.has_dtype(op, "x", x, checks.FLOATS, checks.CAST_X)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS, checks.CAST_WEIGHT)
     checks.has_dtype(op, "offs", offs, (torch.int32,))
     if weight.dim() != 3:
         raise ValueError(f"{op}: weight must be [E, N, K], got shape {tuple(weight.shape)}")

@@ -125,18 +125,21 @@ class _Linear(torch.autograd.Function):
         return None if of_x is None else of_x.view(ctx.x_shape), of_w, of_bias, *[None] * 5
 
 
-def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear") -> None:
-    """The checks of every call of a layer: x, and the dtype and device of its weight."""
+def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear", name: str = "") -> None:
+    """The checks of every call of a layer of this name: x, and its weight's dtype and device."""
     k = weight.shape[1]
     valid = isinstance(x, torch.Tensor) and x.dtype in checks.FLOATS
     if not valid or (not torch.compiler.is_compiling() and x.layout != torch.strided):
-        checks.has_dtype(op, "x", x, checks.FLOATS)
+        checks.has_dtype(checks.of_layer(op, name), "x", x, checks.FLOATS, checks.CAST_X)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
-            f"{op}: x must be [..., K] with K = {k} as in weight [N, K], got shape {tuple(x.shape)}"
+            f"{checks.of_layer(op, name)}: x must be [..., K] with K = {k} as in weight [N, K], "
+            f"got shape {tuple(x.shape)}"
         )
-    checks.has_dtype(op, "weight", weight, checks.FLOATS)
-    checks.on_device(op, "weight", weight, x.device, "x")
+    if weight.dtype not in checks.FLOATS or weight.device != x.device:
+        op = checks.of_layer(op, name)
+        checks.has_dtype(op, "weight", weight, checks.FLOATS, checks.CAST_WEIGHT)
+        checks.on_device(op, "weight", weight, x.device, "x")
 
 
 def run_linear(
@@ -202,13 +205,14 @@ def linear(
     recipes with state raise RuntimeError. TypeError or ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
-    there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
+    there, unrounded; `grad` stays None, so that DDP does not see it. If hooks are registered on
+    the weight, they get the gradient in its dtype, and the result is added to main_grad.
     """
     recipe = Recipe.parse(recipe)
     checks.is_tensor("linear", "weight", weight)
     if weight.dim() != 2:
         raise ValueError(f"linear: weight must be [N, K], got shape {tuple(weight.shape)}")
-    check_input(x, weight)
+    check_input(x, weight, name=name)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")

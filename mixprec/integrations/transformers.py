@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +25,7 @@ from ..scaling import update_scales
 
 try:
     import transformers
+    from accelerate.utils import recursively_apply
 except ImportError as error:
     raise ImportError(
         "mixprec.integrations.transformers needs transformers: pip install transformers accelerate"
@@ -41,7 +44,7 @@ class Trainer(transformers.Trainer):
         Trainer(model=model, args=args, train_dataset=..., recipe="fp8", params=torch.bfloat16)
 
     It is also a mixin for other trainers: `class LowPrecisionSFT(Trainer, SFTTrainer): pass`.
-    Beside their arguments it takes:
+    Beside their arguments, which are handed on as they are given, it takes:
 
     recipe: of `mixprec.convert`, a name or a Recipe. None leaves the model as it is.
     overrides: other recipes by path pattern, as in `mixprec.convert`.
@@ -50,6 +53,9 @@ class Trainer(transformers.Trainer):
     model in FP32, by from_pretrained(..., dtype=torch.float32): of weights that were loaded in 16
     bits, the masters start with the rounded values, which warns.
     scaler: a mixprec.GradScaler. If None, one is made where a recipe or a parameter is fp16.
+
+    With params, floating-point inputs of the model, such as audio or images, are cast to that
+    dtype; labels (args.label_names) are not.
 
     The optimizer is mixprec.optim's AdamW (or SGD for optim="sgd") with the decay groups and the
     settings of the TrainingArguments; for other options pass optimizer_cls_and_kwargs=
@@ -68,9 +74,7 @@ class Trainer(transformers.Trainer):
 
     def __init__(
         self,
-        model: torch.nn.Module | None = None,
-        args: Any = None,
-        *rest: Any,
+        *given: Any,
         recipe: Recipe | str | None = None,
         params: torch.dtype | str | None = None,
         scaler: GradScaler | None = None,
@@ -83,11 +87,14 @@ class Trainer(transformers.Trainer):
         self._params, self._scaler, self._overrides = params, scaler, overrides
         if overrides is not None and recipe is None:
             raise ValueError(f"Trainer: overrides need a recipe, got recipe=None and {overrides}")
-        if args is not None:
+        named = dict(zip(_positional(type(self)), given, strict=False)) | options
+        if (args := named.get("args")) is not None:
             self._check_arguments(args)  # before the model is changed
-        if model is not None:
-            model = self._in_low_precision(model)
-        super().__init__(model, args, *rest, **options)
+        if (model := named.get("model")) is not None:
+            low = self._in_low_precision(model)
+            given = tuple(low if each is model else each for each in given)
+            options = {n: low if each is model else each for n, each in options.items()}
+        super().__init__(*given, **options)
         if params is not None and self.optimizer is not None:
             raise ValueError(
                 "Trainer: params casts before an optimizer is made, got optimizers=; pass "
@@ -154,6 +161,17 @@ class Trainer(transformers.Trainer):
             dtypes |= {p.dtype for p in self.model.parameters()}
         return torch.float16 in dtypes or any(r and r.needs_loss_scaling for r in recipes)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        if self._params in LOW_PRECISION and isinstance(inputs, MutableMapping):
+            model: Any = getattr(self.model, "get_base_model", lambda: self.model)()  # of peft
+            kind: Any = type(model)
+            for name in _arguments(kind).intersection(inputs).difference(self.label_names):
+                inputs[name] = recursively_apply(
+                    lambda x: x.to(self._params), inputs[name], test_type=_is_floating
+                )
+        return inputs
+
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
@@ -212,6 +230,28 @@ class Trainer(transformers.Trainer):
         if isinstance(self.optimizer, _Optimizer) and self.control.should_log:
             grad_norm = self.optimizer.optimizer.grad_norm
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)
+
+
+def _positional(kind: type) -> list[str]:
+    """The names of the positional arguments of the trainer behind ours, beyond those that hand all
+    on by *args."""
+    mro = kind.__mro__
+    for behind in mro[mro.index(Trainer) + 1 :]:
+        parameters = inspect.signature(behind.__init__).parameters.values()  # type: ignore[misc]
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        if names or all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+            return names
+    return []
+
+
+@functools.cache
+def _arguments(kind: Any) -> frozenset[str]:
+    """Of the forward pass."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def _warn_if_rounded(model: torch.nn.Module) -> None:

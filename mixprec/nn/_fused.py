@@ -157,7 +157,7 @@ class Part:
             products.append(product)
             tensors += [weight, layer.bias]
             if layer is not self.last:
-                check_input(x, weight)
+                check_input(x, weight, name=layer._path)
         act = None if self.act is None else activation_of(self.act)
         op = "norm_linear" if act is None else "mlp"
         return run_fused(

@@ -39,7 +39,7 @@ class LayerState(NamedTuple):
     clipped: torch.Tensor | None
 
 
-def _buffers_of(recipe: Recipe | None) -> set[str]:
+def buffers_of(recipe: Recipe | None) -> set[str]:
     """The names of the buffers that a layer with this recipe has beside those of its module."""
     if recipe is None:
         return set()
@@ -129,7 +129,7 @@ class Layer(torch.nn.Module):
                 f"{type(self).__name__}: recipe must have no outliers, which only linear layers "
                 f"have, got {recipe.name}"
             )
-        added = _buffers_of(recipe) - _buffers_of(vars(self).get("_recipe"))
+        added = buffers_of(recipe) - buffers_of(vars(self).get("_recipe"))
         if taken := sorted(name for name in added if hasattr(self, name)):
             raise ValueError(
                 f"convert: {self._path or type(self).__name__} has an attribute {taken[0]!r} of "
@@ -140,7 +140,7 @@ class Layer(torch.nn.Module):
         """Remove the recipe, if there is one, and its buffers."""
         for registry in ("_buffers", "_non_persistent_buffers_set"):  # a copy.copy shares them
             vars(self)[registry] = vars(self)[registry].copy()
-        for name in _buffers_of(vars(self).pop("_recipe", None)):
+        for name in buffers_of(vars(self).pop("_recipe", None)):
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
         scaling.forget(self)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -78,9 +79,15 @@ class OwnProducts(TorchFunctionMode):
         )
 
     def is_own(self, t: torch.Tensor) -> bool:
-        """Whether t is a matrix, or several, of the layer's parameters."""
-        own = (p for p in self.layer.parameters(recurse=False) if p.dim() > 1)
-        return t.dim() in (2, 3) and any(_is_of(t, p) for p in own)
+        """Whether t is a matrix, or several, of the layer's parameters, or of what parametrizations
+        have made of them where torch keeps that (parametrize.cached)."""
+        if t.dim() not in (2, 3):
+            return False
+        is_computed = parametrize.is_parametrized(self.layer)
+        computed: Any = self.layer.parametrizations if is_computed else ()
+        kept = (parametrize._cache.get((id(self.layer), name)) for name in computed)
+        own = (*self.layer.parameters(recurse=False), *kept)
+        return any(p is not None and p.dim() > 1 and _is_of(t, p) for p in own)
 
     def multiply(self, a: Any, b: Any) -> torch.Tensor | None:
         """a @ b where b is own, or else a; None: torch's."""

@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from .. import _masters
+from .. import _masters, _said
 from .._local_gradients import LOW_PRECISION
 from ..ops._dispatch import checks
-from .known_casts import known_casts
+from ._layer import Layer, buffers_of
+from .imported import imported_class
+from .known_casts import input_in_fp32, is_rotary, is_weighted_loss, known_casts
 from .known_norms import as_input, known_norms
 
 logger = logging.getLogger("mixprec")
@@ -57,6 +59,23 @@ def _matching(op: str, what: str, patterns: Collection[str], names: Collection[s
     return found
 
 
+def _stay_fp32(
+    model: nn.Module, floats: dict[str, torch.Tensor], norms: tuple[type[nn.Module], ...]
+) -> list[str]:
+    """The names and shapes of FP32 buffers that may make activations FP32: not of classes that are
+    known to leave these alone, and not without dimensions."""
+    frozen, found = imported_class("mixprec.frozen_linear", "FrozenLinear"), []
+    for name, buffer in floats.items():
+        parent, _, own = name.rpartition(".")
+        module = model.get_submodule(parent)
+        known = isinstance(module, norms) or type(module) is frozen
+        known |= isinstance(module, Layer) and own in buffers_of(module.recipe)
+        known |= is_rotary(module) or is_weighted_loss(module)
+        if buffer.dtype not in LOW_PRECISION and buffer.dim() and not known:
+            found.append(f"{name} {list(buffer.shape)}")
+    return found
+
+
 def cast_parameters(
     model: nn.Module,
     dtype: torch.dtype | str,
@@ -80,9 +99,13 @@ def cast_parameters(
     FP32, a parameter has the values that were kept.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
-    ["*.attn_mask"]. The others are left as they are, but for a few of transformers without which
-    the model fails (`known_casts`): running statistics and the frequencies of rotary embeddings
-    lose too much in 16 bits.
+    ["*.attn_mask"]. The others are left as they are, because running statistics and the frequencies
+    of rotary embeddings lose too much in 16 bits, but for those without which known classes fail
+    (`known_casts`): of spectral norm and pruning, of adapters of peft, a few of transformers. (Not
+    those that keep_fp32 matches.) What is computed from an FP32 buffer and 16-bit activations is
+    FP32: where `convert` reports, a line names the buffers for which that may happen. Frozen batch
+    norms of transformers and torchvision return the dtype of their input; torch's CrossEntropyLoss
+    and NLLLoss with class weights compute in FP32.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, which
     optimizers of mixprec update as their masters, so that nothing is lost to rounding; of the
@@ -105,12 +128,14 @@ def cast_parameters(
     checks.is_module(op, model)
     dtype = checks.param_dtype(op, "dtype", dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
+    named = model.named_buffers(remove_duplicate=False)
+    floats = {n: b for n, b in named if b.dtype in _CASTABLE}
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
     cast_too = _matching(op, "buffers", buffers, floats)
     further = known_norms()
     known, known_buffers = known_casts(model)
-    cast_too |= known_buffers & floats.keys()
+    kept_too = (n for n in known_buffers for pattern in keep_fp32 if fnmatchcase(n, pattern))
+    cast_too |= (known_buffers & floats.keys()).difference(kept_too)
     for module in model.modules():
         if isinstance(module, (*NORMS, *further)):
             kept.update(p for p in module.parameters(recurse=False) if p not in known)
@@ -119,6 +144,8 @@ def cast_parameters(
             keeps = type(module) in NORMS or as_input in module._forward_hooks.values()
             if dtype in LOW_PRECISION and not keeps:
                 module.register_forward_hook(as_input, with_kwargs=True)
+        elif is_weighted_loss(module) and input_in_fp32 not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(input_in_fp32, with_kwargs=True)
     if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept | known)):
         logger.info(
             "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "
@@ -148,6 +175,11 @@ def cast_parameters(
         if grad is not None:
             param.grad = grad.to(target)
     for name in cast_too:
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent)._buffers[own] = floats[name].to(dtype)
+        floats[name].data = floats[name].data.to(dtype)  # wherever else it is a buffer
+    if dtype in LOW_PRECISION and (stay := _stay_fp32(model, floats, (*NORMS, *further))):
+        more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
+        _said.say(
+            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{more}; activations that "
+            "meet them become FP32 unless the model casts these; buffers= casts the buffers"
+        )
     return model

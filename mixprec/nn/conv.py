@@ -34,7 +34,7 @@ class Convolution(Layer):
         self, x: torch.Tensor, recipe: Recipe, output_size: list[int] | None = None
     ) -> torch.Tensor:
         dims, added = self.weight.dim() - 2, 0
-        checks.is_tensor(Kind(dims, self.transposed).op, "x", x)
+        checks.is_tensor(Kind(dims, self.transposed, self._path).op, "x", x)
         if self.transposed:
             sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
             added = self._output_padding(x, output_size, *sizes)

@@ -28,7 +28,7 @@ class Conv1D(Layer):
             self._watch_main_grads()
             y: torch.Tensor = super().forward(x)
             return y
-        check_input(x, self.weight.t())
+        check_input(x, self.weight.t(), name=self._path)
         product, weight, out_dtype, clipped = product_of(self, self.weight, x.dtype, recipe)
         return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from .. import _said
@@ -65,7 +66,7 @@ def _parameters(function: Callable[..., object]) -> Collection[str]:
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | str = "fp8",
+    recipe: Recipe | str | torch.dtype = "fp8",
     module_filter_fn: ModuleFilter | None = None,
     overrides: Mapping[str, Recipe | str | None] | None = None,
     *,
@@ -76,8 +77,9 @@ def convert(
     of mixprec.nn, in place; return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
-    library's name that `Recipe.parse` accepts, or a Recipe. module_filter_fn(module, fqn) -> bool:
-    convert only where it returns True; fqn is the module's path in the model ("" for the root). If
+    library's name that `Recipe.parse` accepts, torch.bfloat16 or torch.float16, or a Recipe.
+    module_filter_fn(module, fqn) -> bool: convert only where it returns True; fqn is the module's
+    path in the model ("" for the root). If
     it has a parameter `recipe`, it receives the layer's recipe. overrides: other recipes by path
     pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
     last matching pattern applies. Of a recipe with outliers, layers that are not linear get the
@@ -122,12 +124,14 @@ def convert(
 
     Warns, with names and reasons, if more than 5% of the weights are of modules that cannot be
     converted, and, listing the kinds of modules in the model, if there is no layer to convert.
-    TypeError if `model` is not a module; ValueError for an unknown recipe, a pattern that matches
-    no layer to convert (listing their names), a layer whose forward was replaced or one with an
-    attribute of its own under a name that a layer needs. After any exception the model is as it
-    was.
+    TypeError if `model` is not a module, or fuse no bool; ValueError for an unknown recipe, a
+    pattern that matches no layer to convert (listing their names), a layer whose forward was
+    replaced or one with an attribute of its own under a name that a layer needs. After any
+    exception the model is as it was.
     """
     checks.is_module("convert", model)
+    if not isinstance(fuse, bool):
+        raise TypeError(f"convert: fuse must be True or False, got {fuse!r}")
     if saved is not None:
         check(saved, model)
     with unchanged_on_error(model):
@@ -142,7 +146,7 @@ def convert(
 
 def _convert(
     model: nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipe | str | torch.dtype,
     module_filter_fn: ModuleFilter | None,
     overrides: Mapping[str, Recipe | str | None] | None,
 ) -> None:

@@ -38,7 +38,7 @@ class Experts(Intercepted):
 
     @property
     def _first_weight(self) -> torch.Tensor:
-        return next(p for p in self.parameters(recurse=False) if p.dim() == 3)
+        return next(p for p in _own_parameters(self) if p.dim() == 3)
 
     def _run(self, recipe: Recipe, products: OwnProducts, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("hidden_states")
@@ -47,6 +47,12 @@ class Experts(Intercepted):
             products.found = True
             return _grouped(self, products, *args, **kwargs)
         return super()._run(recipe, products, args, kwargs)
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those that are not of its children, and the originals of those that are parametrized."""
+    lists: Any = module.parametrizations if parametrize.is_parametrized(module) else nn.ModuleDict()
+    return [p for each in (module, *lists.values()) for p in each.parameters(recurse=False)]
 
 
 @functools.cache
@@ -111,8 +117,9 @@ def _grouped(
 def layer_for(module: nn.Module) -> type[Intercepted] | None:
     """Intercepted, if `module` derives from a layer of torch that multiplies with its weights, or
     Experts, if they are stacked, and no child of it has weights."""
-    weights = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
-    if not weights or len(weights) != sum(p.dim() >= 2 for p in module.parameters()):
+    weights = [p for p in _own_parameters(module) if p.dim() >= 2]
+    children = (c for name, c in module.named_children() if name != "parametrizations")
+    if not weights or any(p.dim() >= 2 for child in children for p in child.parameters()):
         return None
     if not all(w.dtype.is_floating_point and w.dtype.itemsize > 1 for w in weights):
         return None
@@ -121,5 +128,7 @@ def layer_for(module: nn.Module) -> type[Intercepted] | None:
     if is_decorated(type(module)):
         return Experts
     if isinstance(module, _OTHERS) or not all(w.dim() == 3 for w in weights):
+        return None
+    if parametrize.is_parametrized(module):  # whose products are with no parameter
         return None
     return Experts

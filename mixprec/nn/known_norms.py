@@ -9,9 +9,9 @@ from .._local_gradients import LOW_PRECISION
 from .imported import imported_class
 
 # transformers.models.NAME.modeling_NAME as NAME/Class, or NAME/FILE/Class where the file has
-# another name: the modules of transformers 5.23 that derive from nn.Module alone and own nothing
-# but the weights of a norm. (Those that derive from torch's norms need no entry.) In the first list
-# the end of each name, RMSNorm, is left out.
+# another name: the modules of transformers that derive from nn.Module alone and own nothing
+# but the weights of a norm, as buffers if they are frozen. (Those that derive from torch's norms
+# need no entry.) In the first list the end of each name, RMSNorm, is left out.
 _RMS_NORMS = """
 afmoe/Afmoe aimv2/Aimv2 apertus/Apertus arcee/Arcee aria/AriaText axk1/AXK1 axk2/AXK2
 bailing_hybrid/BailingHybrid bamba/Bamba beam/Beam bitnet/BitNet blt/Blt chameleon/Chameleon
@@ -59,16 +59,26 @@ voxtral_realtime/VoxtralRealtime xcodec2/Xcodec2 youtu/Youtu zamba/Zamba zamba2/
 _OTHERS = """
 bailing_hybrid/BailingHybridRMSNormGated bamba/BambaRMSNormGated cohere/CohereLayerNorm
 cohere2/Cohere2LayerNorm cohere2_moe/Cohere2MoeLayerNorm cohere_compass/CohereCompassLayerNorm
-cpmant/CpmAntLayerNorm deberta/DebertaLayerNorm esm/esmfold/EsmFoldLayerNorm
+conditional_detr/ConditionalDetrFrozenBatchNorm2d cpmant/CpmAntLayerNorm
+d_fine/DFineFrozenBatchNorm2d dab_detr/DabDetrFrozenBatchNorm2d deberta/DebertaLayerNorm
+deformable_detr/DeformableDetrFrozenBatchNorm2d deimv2/Deimv2FrozenBatchNorm2d
+detr/DetrFrozenBatchNorm2d esm/esmfold/EsmFoldLayerNorm
 falcon_h1/FalconH1RMSNormGated gemma3n/Gemma3nAudioCumulativeGroupNorm
 glm5_next/Glm5NextTextRMSNormGated gradium_phonon_tts/GradiumPhononTTSTimestepNorm
-granitemoehybrid/GraniteMoeHybridRMSNormGated imagegpt/ImageGPTLayerNorm
+granitemoehybrid/GraniteMoeHybridRMSNormGated grounding_dino/GroundingDinoFrozenBatchNorm2d
+imagegpt/ImageGPTLayerNorm
 kimi_linear/KimiLinearRMSNormGated kosmos2_5/Kosmos2_5LayerNorm longt5/LongT5LayerNorm
-mamba2/MambaRMSNormGated mobilebert/NoNorm moonshine_streaming/MoonshineStreamingLayerNorm
+mamba2/MambaRMSNormGated mm_grounding_dino/MMGroundingDinoFrozenBatchNorm2d mobilebert/NoNorm
+moonshine_streaming/MoonshineStreamingLayerNorm
 mt5/MT5LayerNorm nemotron_h/NemotronHRMSNormGated olmo_hybrid/OlmoHybridRMSNormGated
+phi4_multimodal/Phi4MultimodalAudioMeanVarianceNormLayer
 pix2struct/Pix2StructLayerNorm pocket_tts/PocketTTSTimestepNorm pop2piano/Pop2PianoLayerNorm
+pp_doclayout_v2/PPDocLayoutV2FrozenBatchNorm2d pp_doclayout_v3/PPDocLayoutV3FrozenBatchNorm2d
+pp_doclayout_v4/PPDocLayoutV4FrozenBatchNorm2d
 qwen3_5/Qwen3_5RMSNormGated qwen3_5_moe/Qwen3_5MoeRMSNormGated qwen3_next/Qwen3NextRMSNormGated
-qwen4_exp/Qwen4ExpTextRMSNormGated switch_transformers/SwitchTransformersLayerNorm t5/T5LayerNorm
+qwen4_exp/Qwen4ExpTextRMSNormGated rt_detr/RTDetrFrozenBatchNorm2d
+rt_detr_v2/RTDetrV2FrozenBatchNorm2d switch_transformers/SwitchTransformersLayerNorm t5/T5LayerNorm
+table_transformer/TableTransformerFrozenBatchNorm2d
 udop/UdopLayerNorm umt5/UMT5LayerNorm vitdet/VitDetLayerNorm zamba2/Zamba2RMSNormGated
 zaya/ZayaQKNorm
 """
@@ -83,7 +93,8 @@ def known_norms() -> tuple[type[nn.Module], ...]:
         path = f"transformers.models.{where[0]}.modeling_{where[-1]}"
         if (kind := imported_class(path, name)) is not None:
             found.append(kind)
-    return tuple(found)
+    frozen = imported_class("torchvision.ops.misc", "FrozenBatchNorm2d")
+    return (*found, frozen) if frozen is not None else tuple(found)
 
 
 def as_input(

@@ -77,7 +77,7 @@ class Linear(Layer, torch.nn.Linear):
             return super().forward(x)
         weight = self.weight
         with _region.without_modes():
-            check_input(x, weight)
+            check_input(x, weight, name=self._path)
             product, weight, out_dtype, clipped = product_of(self, weight, x.dtype, recipe)
             return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 

@@ -99,8 +99,8 @@ class _Recurrent(Layer):
         return False
 
     def _check(self, x: torch.Tensor) -> None:
-        kind = type(self).__name__
-        checks.has_dtype(kind, "input", x, checks.FLOATS)
+        kind = checks.of_layer(type(self).__name__, self._path)
+        checks.has_dtype(kind, "input", x, checks.FLOATS, checks.CAST_X)
         steps = x.shape[1 if x.dim() == 3 and self.batch_first else 0]
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size or steps == 0:
             layout = "[B, T, K]" if self.batch_first else "[T, B, K]"
@@ -113,7 +113,7 @@ class _Recurrent(Layer):
         self, hx: Any, x: torch.Tensor, batch: int, batched: bool, order: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """h and, of an LSTM, c at the start, [layers * directions, B, H]."""
-        is_lstm, kind = self.mode == "LSTM", type(self).__name__
+        is_lstm, kind = self.mode == "LSTM", checks.of_layer(type(self).__name__, self._path)
         count = self.num_layers * (2 if self.bidirectional else 1)
         shape = (count, batch, self.hidden_size)
         if hx is None:

@@ -55,8 +55,14 @@ MODEL_TYPES = {
 }  # fmt: skip
 # Of those that are in no base model by default.
 HOLDERS = {
+    "fastspeech2_conformer": "FastSpeech2ConformerHifiGan",
     "gemma4": "Gemma4AudioModel", "musicgen": "MusicgenForCausalLM",
-    "musicgen_melody": "MusicgenMelodyForCausalLM", "speecht5": "SpeechT5ForSpeechToText",
+    "musicgen_melody": "MusicgenMelodyForCausalLM",
+    "qwen2_5_omni": "Qwen2_5OmniToken2WavModel",
+    "qwen2_5_omni/SinusoidsPositionEmbedding": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "speecht5": "SpeechT5ForSpeechToText", "speecht5/SpeechT5HifiGan": "SpeechT5HifiGan",
+    "speecht5/SpeechT5ScaledPositionalEncoding": "SpeechT5ForTextToSpeech",
 }  # fmt: skip
 
 
@@ -103,14 +109,60 @@ def test_every_known_cast_is_in_transformers(entry: str) -> None:
     module = importlib.import_module(f"transformers.models.{where}.modeling_{where}")
     kind = getattr(module, name)
     with torch.device("meta"):
-        if where in HOLDERS:
-            holder = getattr(transformers, HOLDERS[where])
+        if holds := HOLDERS.get(entry, HOLDERS.get(where)):
+            holder = getattr(transformers, holds)
             model = holder(holder.config_class())
         else:
             config = transformers.AutoConfig.for_model(MODEL_TYPES.get(where, where))
-            model = transformers.AutoModel.from_config(config)
+            try:
+                model = transformers.AutoModel.from_config(config)
+            except ImportError as error:
+                pytest.skip(f"transformers cannot make {where}: {error}")
     owners = [m for m in model.modules() if isinstance(m, kind)]
     assert owners
     for part in _TRANSFORMERS[entry].split():
         found = [_part(owner, part) for owner in owners]
         assert any(isinstance(each, (torch.nn.Module, torch.Tensor)) for each in found)
+
+
+def detr() -> Any:
+    """Its frozen batch norms are buffers."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
+    )
+    sizes = {**SEQ2SEQ, "num_queries": 5, "dropout": 0.0, "vocab_size": None}
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
+        backbone_config=backbone, **sizes,
+    )  # fmt: skip
+    return transformers.DetrForObjectDetection(config)
+
+
+def vera() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = transformers.LlamaConfig(**WIDTH, **HEADS, intermediate_size=48, num_hidden_layers=1)
+    model = transformers.LlamaForCausalLM(config)
+    return peft.get_peft_model(model, peft.VeraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("make", [detr, vera])
+def test_frozen_norms_and_adapters_with_buffers(make: Any) -> None:
+    """the loss of DETR, and of VeRA of peft, is that of `.bfloat16()`"""
+    torch.manual_seed(0)
+    model = make()
+    image, tokens = torch.randn(1, 3, 64, 64).bfloat16(), torch.arange(24).reshape(2, 12) + 3
+
+    def loss(model: Any) -> torch.Tensor:
+        if make is vera:
+            return model(input_ids=tokens, labels=tokens).loss
+        return model(pixel_values=image).logits.float().square().mean()
+
+    want = loss(copy.deepcopy(model).bfloat16())
+    for recipe in (None, "bf16"):
+        cast = copy.deepcopy(model)
+        if recipe is not None:
+            mixprec.convert(cast, recipe)
+        got = loss(mixprec.cast_parameters(cast, torch.bfloat16))
+        got.backward()
+        assert abs(got - want) < 0.02 * want
+        assert {b.dtype for n, b in cast.named_buffers() if "running" in n} <= {torch.float32}

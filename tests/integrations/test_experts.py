@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import mixprec
 from mixprec.testing import sqnr
@@ -95,6 +96,63 @@ def test_every_form_and_implementation(form: str, recipe: str, bar: int) -> None
     mixprec.unconvert(experts)
     assert type(experts) is type(plain)
     assert all(map(torch.equal, results(experts, "eager"), want))
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+
+def halved(experts: Any) -> Any:
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.register_parametrization(experts, name, Half())
+    return experts
+
+
+@pytest.mark.parametrize("form", ["concatenated", "interleaved, transposed, bias"])
+def test_parametrized_experts(form: str) -> None:
+    """the recipe computes with what a parametrization makes of the weights, in each pass anew"""
+    want = results(halved(make(form)), "eager")
+    for experts in (mixprec.convert(halved(make(form)), "bf16"),
+                    halved(mixprec.convert(make(form), "bf16"))):  # fmt: skip
+        assert isinstance(experts, mixprec.nn.Experts)
+        for name in IMPLEMENTATIONS:
+            seen: set[str] = set()
+            with parametrize.cached(), mixprec.functional.observed(lambda *a, s=seen: s.add(a[0])):
+                got = results(experts, name)
+            assert seen == {"forward", "grad_input", "grad_weight"}
+            for mine, theirs in zip(got, want, strict=True):
+                assert sqnr(theirs, mine) > 38, name
+        parametrize.remove_parametrizations(experts, "down_proj", leave_parametrized=False)
+        parametrize.remove_parametrizations(experts, "gate_up_proj", leave_parametrized=False)
+        assert type(experts).__name__ == "Experts"
+
+
+def test_lora_of_peft_on_experts() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    options = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    tokens = torch.arange(20).reshape(2, 10) + 3
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for order in ("plain", "first", "last"):
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options, **heads))
+        if order == "first":
+            mixprec.convert(model, "bf16")
+        names = ["experts.gate_up_proj", "experts.down_proj"]
+        lora = peft.LoraConfig(r=4, target_parameters=names, init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+        if order == "last":
+            mixprec.convert(model, "bf16")
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found[order] = {"loss": loss.detach(), **grads}
+    assert all(".lora_" in name for name in found["plain"] if name != "loss")
+    for order in ("first", "last"):
+        assert found[order].keys() == found["plain"].keys()
+        for name, want in found["plain"].items():
+            assert 35 < sqnr(want, found[order][name]) < 140, name
 
 
 def test_an_implementation_of_the_program_is_not_replaced() -> None:

@@ -322,3 +322,44 @@ def test_two_ranks_share_delayed_scales(tmp_path: Path) -> None:
     program = Path(__file__).with_name("trainer_ranks.py")
     printed = run_program(tmp_path, program, tmp_path, launcher=TWO_RANKS)
     assert printed.count("15 layers with the same scales") == 2
+
+
+class Regression(torch.nn.Module):
+    """Of signals, and of a list of more of them, which come in FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = torch.nn.Conv1d(1, 8, 3), torch.nn.Linear(8, 1)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def forward(self, signal: Any, more: Any, index: Any, labels: Any) -> dict[str, torch.Tensor]:
+        self.dtypes |= {"signal": signal.dtype, "more": more[0].dtype, "labels": labels.dtype}
+        assert index.dtype == torch.int64
+        y = self.head(torch.conv1d(signal, self.conv.weight).mean(-1) + more[0]).squeeze(-1)
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
+
+
+@pytest.mark.parametrize("params", [None, torch.bfloat16, torch.float16])
+def test_floating_point_inputs_are_cast(tmp_path: Path, params: Any) -> None:
+    torch.manual_seed(0)
+    signals = torch.randn(16, 1, 32)
+    data = [
+        {"signal": s, "more": torch.ones(8), "index": i, "labels": s.mean()}
+        for i, s in enumerate(signals)
+    ]
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    model = Regression()
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = transformers.default_data_collator(rows)
+        return {**batch, "more": [batch["more"]]}
+
+    options = {"train_dataset": data, "eval_dataset": data, "data_collator": collate}
+    trainer = Trainer(model, args, **options, recipe="bf16", params=params)
+    trainer.train()
+    trainer.evaluate()
+    dtype = params or torch.float32
+    assert model.dtypes == {"signal": dtype, "more": dtype, "labels": torch.float32}

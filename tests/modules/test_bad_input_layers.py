@@ -57,9 +57,30 @@ def test_a_batch_that_does_not_fit_changes_nothing(recipe: str) -> None:
     model(batch(0)).sum().backward()
     before = snapshot(model)
     for x in (torch.ones(2, 7), torch.ones(2, IN).int(), None):
-        with pytest.raises((ValueError, TypeError), match=r"^linear: x must"):
+        with pytest.raises((ValueError, TypeError), match=r"^linear \(0\): x must"):
             model(x)
     assert_same(snapshot(model), before)
+
+
+X = torch.ones(2, 3, 6, 6)
+
+
+@for_each(
+    "layer, x, message",
+    [
+        (nn.Linear(4, 4), X, r"linear \(1\.0\): x must be .* K = 4 .* got shape"),
+        (nn.Linear(6, 4), X.double(), r"linear \(1\.0\): x must .* cast it, as by x\.float"),
+        (nn.Linear(6, 4).double(), X, r"linear \(1\.0\): weight must .* cast the model, as"),
+        (nn.Conv2d(4, 4, 1), X, r"conv2d \(1\.0\): x must be .* C = 4 .* got shape"),
+        (nn.Conv2d(3, 4, 1), X.int(), r"conv2d \(1\.0\): x must .* cast it, as by x\.float"),
+        (nn.LSTM(6, 4), X[0].half().double(), r"LSTM \(1\.0\): input must .* cast it"),
+        (nn.LSTM(5, 4), X[0], r"LSTM \(1\.0\): input must be .* K = 5 .* got shape"),
+    ],
+)
+def test_errors_name_the_layer(layer: nn.Module, x: torch.Tensor, message: str) -> None:
+    model = convert(nn.Sequential(nn.ReLU(), nn.Sequential(copy.deepcopy(layer))), "bf16")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        model[1](x)
 
 
 # --- numbers that are none -----------------------------------------------------------------------

@@ -162,10 +162,12 @@ def test_torchs_norms_stay_and_those_that_only_have_the_name_are_cast_and_listed
     assert {b.dtype for b in block.buffers() if b.is_floating_point()} == {torch.float32}
     assert caplog.messages == [
         "cast_parameters: modules with nothing but vectors are cast to bfloat16: 1 LlamaRMSNorm, "
-        "1 AbnormalHead; norms that are not known can stay in FP32 by keep_fp32="
+        "1 AbnormalHead; norms that are not known can stay in FP32 by keep_fp32=",
+        "cast_parameters: buffers that stay in FP32: inv_freq [2], attn_mask [2]; activations that "
+        "meet them become FP32 unless the model casts these; buffers= casts the buffers",
     ]
     caplog.clear()
-    mixprec.cast_parameters(Block(), LOW, keep_fp32=["norm.*"])
+    mixprec.cast_parameters(Block(), LOW, keep_fp32=["norm.*"], buffers=["inv_freq", "attn_mask"])
     mixprec.cast_parameters(Block(), torch.float32)
     assert not caplog.messages
 
@@ -211,13 +213,15 @@ def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
     kinds = known_norms.known_norms()
     assert len(kinds) == len(set(kinds)) == len(entries)
     config = SimpleNamespace(hidden_size=8, head_dim=8, num_key_value_heads=2, eps=1e-6)
+    config.input_size = 8
     norms = []
     for kind in kinds:
         parameters = list(inspect.signature(kind).parameters.values())
         needed = [p.name for p in parameters if p.default is p.empty] or [parameters[0].name]
         given = {"config": config, "feature_dims": (4,)}
         norms.append(kind(*(given.get(name, 8) for name in needed)))
-        assert {p.dim() for p in norms[-1].parameters(recurse=False)} == {1}, kind
+        own = [*norms[-1].parameters(recurse=False), *norms[-1].buffers(recurse=False)]
+        assert {t.dim() for t in own if t.numel() > 1} == {1}, kind
     model = mixprec.cast_parameters(nn.ModuleList(norms), LOW)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

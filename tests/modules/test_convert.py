@@ -131,6 +131,14 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     assert snapshot(model) == before
 
 
+def test_dtypes_are_recipes_and_fuse_is_a_bool() -> None:
+    assert convert(nn.Linear(2, 2), torch.bfloat16).recipe.name == "bf16"
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="convert: fuse must be True or False, got 'yes'"):
+        convert(layer, "bf16", fuse="yes")
+    assert type(layer) is nn.Linear
+
+
 def test_convert_refuses_before_it_changes_anything() -> None:
     for second in (nn.Linear(4, 4), nn.Conv2d(1, 1, 1)):
         model = nn.Sequential(nn.Linear(4, 4), second)

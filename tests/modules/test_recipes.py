@@ -151,7 +151,30 @@ def test_names_without_a_counterpart_are_told_why(word: str, reason: str) -> Non
         Recipe.parse(word)
 
 
-@for_each("wrong", ["fp9", "", None, torch.bfloat16, 8])
+@for_each(
+    "wrong, nearest",
+    [
+        ("fp8-rowise", "fp8-rowwise"),
+        ("FP8_delyed", "fp8-delayed"),
+        ("bff16", "bf16"),
+        ("tensorwis", "tensorwise"),
+    ],
+)
+def test_a_misspelt_recipe_gets_the_nearest_name(wrong: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f'got {wrong!r}; did you mean "{nearest}"\\?$'):
+        Recipe.parse(wrong)
+
+
+def test_dtypes_of_torch() -> None:
+    assert Recipe.parse(torch.bfloat16) is RECIPES["bf16"]
+    assert Recipe.parse(torch.float16) is RECIPES["fp16"]
+    with pytest.raises(ValueError, match=r'"float8_e4m3fn" .* it is a format, of which a recipe'):
+        Recipe.parse(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r'"float32" is not supported: it is no recipe of conver'):
+        Recipe.parse(torch.float32)
+
+
+@for_each("wrong", ["xyz", "", None, torch.complex64, 8])
 def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
     names = ", ".join(f'"{name}"' for name in RECIPES)
     with pytest.raises(ValueError, match=f"recipe must be {names} or a mixprec.Recipe, got"):

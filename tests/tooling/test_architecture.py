@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_checkpoint_file", "_random_state"),
     ("checkpoint",),
     ("diagnostics",),
-    ("integrations",),
+    ("integrations", "filters", "stats"),
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
@@ -223,7 +223,7 @@ def test_type_checkers_see_what_is_imported_when_first_used() -> None:
     (block,) = (node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING:"))
     seen = {a.name: f"{i.module or ''}.{a.name}".lstrip(".") for i in block.body for a in i.names}
     found = {name: f"{home}.{name}" for name, home in mixprec._DEFINED_IN.items()}
-    found |= {name: path for name, path in mixprec._MODULES.items() if name in mixprec.__all__}
+    found |= {name: name for name in mixprec._MODULES if name in mixprec.__all__}
     assert seen == found
 
 
@@ -275,3 +275,13 @@ def test_planted_faults_fit_the_sources() -> None:
         text = (ROOT / fault["file"]).read_text(encoding="utf-8")
         assert text.count(fault["old"]) == 1, (fault["file"], fault["why"])
         assert (ROOT / fault["caught_by"].split(" -k ")[0]).exists(), fault["caught_by"]
+
+
+def test_modules_with_short_names_are_imported_under_these() -> None:
+    filters = importlib.import_module("mixprec.filters")
+    stats = importlib.import_module("mixprec.stats")
+    assert filters is mixprec.filters is importlib.import_module("mixprec.nn.filters")
+    assert stats is mixprec.stats is importlib.import_module("mixprec.diagnostics.stats")
+    command = "import mixprec.filters; from mixprec.stats import Monitor; print(Monitor.__name__)"
+    run = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
+    assert run.stdout.split() == [b"Monitor"]

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import for_each
 from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, edit, refused, seed_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_leaves
 
+import mixprec
 from mixprec.checkpoint import load_checkpoint, save_checkpoint
 from mixprec.optim import AdamW
 
@@ -144,3 +146,24 @@ def test_sharded_tensors_are_refused(path: Path, one_rank: None) -> None:
             call()
         assert place in str(caught.value)
     assert os.listdir(path.parent) == [path.name]
+
+
+@for_each(
+    "content, held",
+    [({"0.weight": torch.ones(2)}, "a dict with '0.weight'"), ({}, "a dict"), ([1], "a list")],
+)
+def test_a_file_of_torch_save(content: Any, held: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    hint = r"model\.load_state_dict\(torch\.load\(path\)\)"
+    with pytest.raises(ValueError, match=f"save_checkpoint wrote: it holds {held}; .*{hint}"):
+        load_checkpoint(tmp_path / "x.pt", model=nn.Linear(2, 2))
+
+
+def test_delayed_scales_on_one_side_only(tmp_path: Path) -> None:
+    plain, delayed = nn.Linear(2, 2), mixprec.convert(nn.Linear(2, 2), "fp8-delayed")
+    save_checkpoint(tmp_path / "delayed", model=delayed)
+    save_checkpoint(tmp_path / "plain", model=plain)
+    with pytest.raises(ValueError, match=r"adds 4 entries: .*delayed scales .*: convert the model"):
+        load_checkpoint(tmp_path / "delayed", model=plain)
+    with pytest.raises(ValueError, match=r"lacks 4 entries: .*: load it before convert"):
+        load_checkpoint(tmp_path / "plain", model=delayed)

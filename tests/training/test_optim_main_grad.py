@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
-from cases import name, normal
+from cases import for_each, name, normal
 from optimizers import LOW, Kind, assert_same, kinds, parameters, set_grads, tensors
+from torch import nn
 
 import mixprec
 from mixprec.nn import Linear
@@ -165,3 +167,38 @@ def test_gradients_from_elsewhere_are_added_to_main_grad() -> None:
         head(embedding(tokens)).square().sum().backward()
     assert head.weight.grad is None
     torch.testing.assert_close(head.weight.main_grad, want)
+
+
+@for_each("order", ["hook", "after", "both", "late"])
+@for_each("make", [lambda: nn.Linear(8, 8), lambda: nn.Conv2d(8, 8, 3)])
+def test_hooks_on_a_weight_with_main_grad(order: str, make: Callable[[], nn.Module]) -> None:
+    """they get the gradient that they get without main_grad, which has the sum of the results"""
+
+    def run(main_grad: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        layer = mixprec.convert(make(), "bf16").bfloat16()
+        weight, seen = layer.weight, []
+        mask = torch.rand_like(weight) > 0.5
+        x = torch.randn(4, 8, 5, 5 if weight.dim() == 4 else 8, dtype=torch.bfloat16)
+        if main_grad:
+            weight.main_grad = torch.zeros(weight.shape)
+        if order == "late":
+            layer(x).sum().backward()
+            weight.main_grad = torch.zeros(weight.shape) if main_grad else None
+            weight.grad = None
+        if order != "after":
+            weight.register_hook(lambda g: seen.append(g.clone()) or g * mask)
+        if order != "hook":
+            weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * mask))
+        total = torch.zeros(weight.shape)
+        for _ in range(2):
+            layer(x).float().square().mean().backward()
+            if not main_grad:
+                total += weight.grad.float()
+            weight.grad = None
+        return weight.main_grad if main_grad else total, seen
+
+    (got, mine), (want, theirs) = run(True), run(False)
+    assert torch.equal(got, want)
+    assert len(mine) == (0 if order == "after" else 2)
+    assert all(map(torch.equal, mine, theirs))

@@ -13,6 +13,9 @@ REALS = (*FLOATS, torch.float64)  # of params and gradients
 # The limits of a scale and its inverse: both are normal fp32 numbers.
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What to do about another dtype of a layer's input, and of its weight.
+CAST_X = "cast it, as by x.float()"
+CAST_WEIGHT = "cast the model, as by model.float(), or leave the layer out of convert"
 # Words for the dtypes of params, also behind "torch.".
 _WORDS = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),
@@ -83,12 +86,20 @@ def is_list(op: str, name: str, tensors: Sequence[object]) -> Sequence[torch.Ten
     return tensors  # type: ignore[return-value]
 
 
-def has_dtype(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    """Require a dense tensor of one of these dtypes."""
+def of_layer(op: str, name: str) -> str:
+    """The op, as errors name it, of the layer that has this path in the model."""
+    return f"{op} ({name})" if name else op
+
+
+def has_dtype(
+    op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...], hint: str = ""
+) -> None:
+    """Require a dense tensor of one of these dtypes. hint: what to do otherwise."""
     is_tensor(op, name, x)
     if x.dtype not in allowed:
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ValueError(f"{op}: {name} must have dtype {dtypes}, got {x.dtype}")
+        hint = f": {hint}" if hint else ""
+        raise ValueError(f"{op}: {name} must have dtype {dtypes}, got {x.dtype}{hint}")
 
 
 def has_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], meaning: str) -> None:
