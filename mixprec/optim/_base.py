@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,6 +56,7 @@ class Optimizer(torch.optim.Optimizer):
     _moments_required = True
     # Of optimizers that were pickled before these options.
     _release_gradients, _clip = False, "current"
+    _warned_of_both = False
     # The options that a group may have for itself.
     _group_options: tuple[str, ...] = ("master_weights", "state_dtype", "stochastic_rounding")
 
@@ -297,6 +299,8 @@ class Optimizer(torch.optim.Optimizer):
                 "unscale_ would leave it as it is, and its overflow not reduce the scale. Use "
                 "mixprec.GradScaler"
             )
+        if self._batches.met_main_grad and not self._warned_of_both:
+            self._warn_of_both(batches)
         self._low = self._low or self._batches.met_low_precision
         must_read = self._clips or grad_scale is not None or (self._low and not seen)
         if found_inf is None and must_read:
@@ -326,6 +330,20 @@ class Optimizer(torch.optim.Optimizer):
             self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
         self._batches.remember()
         return loss
+
+    def _warn_of_both(self, batches: list[Batch]) -> None:
+        """Once, where a gradient in `grad` is not used because there is a main_grad."""
+        params = [p for batch in batches for p in batch.params if p.grad is not None]
+        both = [p for p in params if not (gradient_of(p) is p.grad or is_copy(gradient_of(p)))]
+        if both:
+            self._warned_of_both = True
+            warnings.warn(
+                f"{type(self).__name__}.step: {len(both)} params, the first of shape "
+                f"{tuple(both[0].shape)}, have a grad beside main_grad, and grad is not used. "
+                "Layers inside torch.compile leave gradients of biases and tied weights there: run "
+                "them eagerly, give these params no main_grad, or add grad to it before the step",
+                stacklevel=4,
+            )
 
     @property
     def _clips(self) -> bool:

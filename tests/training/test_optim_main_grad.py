@@ -202,3 +202,14 @@ def test_hooks_on_a_weight_with_main_grad(order: str, make: Callable[[], nn.Modu
     assert torch.equal(got, want)
     assert len(mine) == (0 if order == "after" else 2)
     assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_grad_beside_a_main_grad_is_said_once() -> None:
+    p = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = SGD([p], lr=1.0)
+    p.grad, p.main_grad = torch.ones_like(p), torch.zeros(4)
+    with pytest.warns(UserWarning, match=r"1 params, .* shape \(4,\), have a grad beside"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones_like(p))
+    p.main_grad = torch.zeros(4)
+    optimizer.step()
