@@ -184,17 +184,22 @@ MIXPREC_HD BlockScale mx_scale(uint32_t amax, const ScaleRule& rule) {
   return {static_cast<uint8_t>(code), bits_float(factor)};
 }
 
+template <bool up>
 MIXPREC_HD BlockScale nvfp4_scale(uint32_t amax, const ScaleRule& rule) {
   E4m3 code = Convert<E4m3>::encode<true>(bits_float(amax), rule.sixth);
-  bool below = decode(code) < bits_float(amax) * rule.sixth;
-  code.bits += static_cast<uint8_t>(rule.up && below && code.bits < 0x7E);  // 0x7E: 448
+  if (up) {
+    uint32_t below = decode(code) < bits_float(amax) * rule.sixth ? 1u : 0u;
+    uint32_t more = code.bits + below;
+    code.bits = static_cast<uint8_t>(more < 0x7Fu ? more : 0x7Eu);  // 448
+  }
   float factor = 1.0f / (decode(code) * rule.tensor_inv);
   factor = factor < 0x1.FFFFFEp127f ? factor : 0x1.FFFFFEp127f;
   return {is_nonfinite_bits(amax) ? uint8_t{0x7F} : code.bits, factor};
 }
 
 MIXPREC_HD BlockScale block_scale(uint32_t amax, const ScaleRule& rule) {
-  return rule.nvfp4 ? nvfp4_scale(amax, rule) : mx_scale(amax, rule);
+  if (!rule.nvfp4) return mx_scale(amax, rule);
+  return rule.up ? nvfp4_scale<true>(amax, rule) : nvfp4_scale<false>(amax, rule);
 }
 
 }  // namespace mixprec
