@@ -94,8 +94,13 @@ def quantize(
             usable = 0 < amax < np.inf
             s = np.clip(F32(2688) / F32(amax), F32(2.0**-126), F32(2.0**126)) if usable else F32(1)
             of_tensor = F32(1) / s
-            scales = ind.encode((largest.astype(F32) * (s / F32(6))).astype(np.float64), ind.E4M3)
-            decoded = ind.decode_table(ind.E4M3)[scales].astype(F32)
+            exact = (largest.astype(F32) * (s / F32(6))).astype(np.float64)
+            table = ind.decode_table(ind.E4M3)
+            if random is None:
+                scales = ind.encode(exact, ind.E4M3)
+            else:  # the first that is not below it
+                scales = np.searchsorted(table[:0x7E], exact)
+            decoded = table[scales].astype(F32)
             factor = np.minimum(F32(1) / (decoded * of_tensor), np.finfo(F32).max)
             y = (clean.astype(F32) * factor[..., None]).astype(np.float64)
             y = np.clip(y, -spec.max, spec.max)

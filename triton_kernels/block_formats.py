@@ -67,12 +67,15 @@ def mx_scale(amax, add, MAX_BITS: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_scale(amax, scale, SOFT_CAST: tl.constexpr):
-    """The same of E4M3 scales; scale: that of the tensor."""
+def nvfp4_scale(amax, scale, UP: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """The same of E4M3 scales; scale: that of the tensor. UP: rounded up, for stochastic codes."""
     sixth = tl.div_rn(scale, tl.zeros_like(scale) + 6.0)
     inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     y = tl.where(amax >= 0x7F800000, 0, amax).to(tl.float32, bitcast=True) * sixth
     code = encode(y, y, "e4m3", SOFT_CAST)
+    if UP:
+        below = (decode(code, "e4m3", SOFT_CAST) < y) & (code < 0x7E)  # 0x7E: 448
+        code = tl.where(below, code + 1, code)
     factor = tl.div_rn(tl.zeros_like(y) + 1.0, decode(code, "e4m3", SOFT_CAST) * inverse)
     largest = tl.full(factor.shape, 0x7F7FFFFF, tl.int32).to(tl.float32, bitcast=True)
     factor = tl.where(factor < largest, factor, largest)

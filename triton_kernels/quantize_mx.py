@@ -46,7 +46,7 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
     x = tl.reshape(x, (LINES, BLOCKS, BLOCK))
     amax = tl.max(magnitude_bits(x), axis=2)
     if NVFP4:
-        stored, factor = nvfp4_scale(amax, scale, SOFT_CAST)
+        stored, factor = nvfp4_scale(amax, scale, seed_ptr is not None, SOFT_CAST)
     else:
         stored, factor = mx_scale(amax, add, MAX_BITS)
     block = start // BLOCK + tl.arange(0, BLOCKS)

@@ -74,7 +74,7 @@ uint32_t amax_of(const float* values, int64_t n) { return loops().amax(Dtype::f3
 // A band in blocks of MX; returns the amax. A band of a transpose starts at the start of a block.
 uint32_t cast_mx(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
   BlockFormat format = job.to == Dtype::e4m3 ? BlockFormat::mxfp8_e4m3 : BlockFormat::mxfp8_e5m2;
-  BlockCastRule rule = {Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 0.0f),
+  BlockCastRule rule = {Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 0.0f, false),
                         false,      0,      0};
   auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); };
   int64_t cols = job.cols, across = blocks_of(format, cols);

@@ -98,8 +98,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   bool nvfp4 = f == BlockFormat::nvfp4;
   float tensor_amax = 0.0f;
   if (nvfp4) tensor_amax = *read_fp32(amax(x));
-  BlockCastRule rule = {dtype, f, scale_rule(f, how, tensor_amax), seed.has_value(), 0, 0};
-  if (seed.has_value()) {
+  bool stochastic = seed.has_value();
+  BlockCastRule rule = {dtype, f, scale_rule(f, how, tensor_amax, stochastic), stochastic, 0, 0};
+  if (stochastic) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
   }
   uint32_t largest = by_rows(rule, x.const_data_ptr(), m, k, codes_of(data, scale_inv));

@@ -134,6 +134,7 @@ enum class ScaleMode : int32_t { floor, ceil, even, rceil };
 // How the scale of a block follows from its amax, the same for all blocks of a tensor.
 struct ScaleRule {
   bool nvfp4;
+  bool up;  // NVFP4: scales are rounded up, as stochastic rounding needs it
   // MX: the exponent of `amax`'s bits plus `add`, which carries into it, less that of the largest
   // element.
   uint32_t add;
@@ -149,18 +150,19 @@ MIXPREC_HD ScaleRule mx_rule(ScaleMode mode) {
                  : mode == ScaleMode::ceil ? fraction
                  : mode == ScaleMode::even ? 1u << (22 - Element<E>::mantissa)
                                            : fraction - (max_bits & fraction);
-  return {false, add, static_cast<int32_t>(max_bits >> 23) - 127, 0.0f, 0.0f};
+  return {false, false, add, static_cast<int32_t>(max_bits >> 23) - 127, 0.0f, 0.0f};
 }
 
 constexpr float kNvfp4Max = 2688.0f;  // 6 * 448, the largest element times the largest scale
 
-MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax) {
+MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax, bool up) {
   float scale = scale_from_amax(tensor_amax, kNvfp4Max, 1.0f, false, 1.0f);
-  return {true, 0u, 0, scale / 6.0f, 1.0f / scale};
+  return {true, up, 0u, 0, scale / 6.0f, 1.0f / scale};
 }
 
-MIXPREC_HD ScaleRule scale_rule(BlockFormat format, ScaleMode mode, float tensor_amax) {
-  if (format == BlockFormat::nvfp4) return nvfp4_rule(tensor_amax);
+MIXPREC_HD ScaleRule scale_rule(BlockFormat format, ScaleMode mode, float tensor_amax,
+                                bool stochastic) {
+  if (format == BlockFormat::nvfp4) return nvfp4_rule(tensor_amax, stochastic);
   ScaleRule rule = {};
   with_element(format, [&](auto e) { rule = mx_rule<decltype(e)>(mode); });
   return rule;
@@ -182,15 +184,22 @@ MIXPREC_HD BlockScale mx_scale(uint32_t amax, const ScaleRule& rule) {
   return {static_cast<uint8_t>(code), bits_float(factor)};
 }
 
+template <bool up>
 MIXPREC_HD BlockScale nvfp4_scale(uint32_t amax, const ScaleRule& rule) {
   E4m3 code = Convert<E4m3>::encode<true>(bits_float(amax), rule.sixth);
+  if (up) {
+    uint32_t below = decode(code) < bits_float(amax) * rule.sixth ? 1u : 0u;
+    uint32_t more = code.bits + below;
+    code.bits = static_cast<uint8_t>(more < 0x7Fu ? more : 0x7Eu);  // 448
+  }
   float factor = 1.0f / (decode(code) * rule.tensor_inv);
   factor = factor < 0x1.FFFFFEp127f ? factor : 0x1.FFFFFEp127f;
   return {is_nonfinite_bits(amax) ? uint8_t{0x7F} : code.bits, factor};
 }
 
 MIXPREC_HD BlockScale block_scale(uint32_t amax, const ScaleRule& rule) {
-  return rule.nvfp4 ? nvfp4_scale(amax, rule) : mx_scale(amax, rule);
+  if (!rule.nvfp4) return mx_scale(amax, rule);
+  return rule.up ? nvfp4_scale<true>(amax, rule) : nvfp4_scale<false>(amax, rule);
 }
 
 }  // namespace mixprec

@@ -24,6 +24,7 @@ from ..optim import AdamW
 from ..recipes import Recipe
 from .plan.plan import Plan
 from .report import KINDS, Report, Row
+from .terminal import Line
 from .training_run import TrainingRun, torch_formats
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -81,7 +82,8 @@ def compare(
     make_optimizer(model) returns; schedule(step), step = 0, 1, ..., multiplies its learning rates.
     count(batch) returns how many units (named by `unit`) a batch holds; if None, the size of the
     first dimension of its first tensor. loss_name and loss_factor: how the report shows losses.
-    progress(recipe, step, steps, loss) is called after each step.
+    progress(recipe, step, steps, loss) is called after each step; None: a line on stderr says it,
+    where that is a terminal.
 
     sqnr: after each complete run, measure every layer with a recipe in one forward and backward
     pass over the last batch, with the final weights and without an optimizer step. The signal to
@@ -192,7 +194,9 @@ def compare(
                 _seed_all(seed)  # a DataLoader that shuffles draws its order from here
                 data, length = _read(batches, steps)
                 try:
-                    run.train(data, length, schedule, progress, report.rows[0].data)
+                    with Line() as line:
+                        shown = progress or _progress(line, report)
+                        run.train(data, length, schedule, shown, report.rows[0].data)
                 finally:
                     run.finish()
                 if sqnr and row.status == "complete":
@@ -210,6 +214,15 @@ def compare(
     except KeyboardInterrupt:
         report.interrupted = True
     return report
+
+
+def _progress(line: Line, report: Report) -> Callable[[str, int, int | None, float], None]:
+    def show(recipe: str, step: int, steps: int | None, loss: float) -> None:
+        of = "" if steps is None else f" of {steps}"
+        value = f"{report.loss_name} {loss * report.loss_factor:.4g}"
+        line.show(f"compare: {recipe}, step {step}{of}, {value}")
+
+    return show
 
 
 def _parsed(recipe: Recipe | str | Plan) -> Recipe | Plan | None:

@@ -84,12 +84,13 @@ class MemoryReport:
         lines = [["", *(report.label or "bytes" for report in reports)]]
         lines += [[n, *(readable(report.rows().get(n)) for report in reports)] for n in names]
         for name, get in (
-            ("saved, all", lambda report: report.saved_total),
+            ("saved, all", lambda report: report.saved_total if report.saved else None),
             ("total", lambda report: report.total),
             ("peak", lambda report: report.peak),
         ):
             lines.append([name, *(readable(get(report)) for report in reports)])
-        return lines + [line for line in _peak_lines(reports) if set(line[1:]) != {"-"}]
+        # Nothing of what was not measured.
+        return [line for line in (*lines, *_peak_lines(reports)) if set(line[1:]) != {"-"}]
 
     def __str__(self) -> str:
         return self.table()

@@ -118,6 +118,8 @@ class Coverage(NamedTuple):
     Weights are the parameters of two or more dimensions, each once; those of embeddings only count
     where a layer shares them. left: how many weights are as before, by the kind of module and the
     reason; names: of the modules that have them. unsupported: how many there is no layer for.
+    heads: the weights of embeddings, by name, that could be those of a head: large ones, of whose
+    shape no layer has a weight.
     """
 
     converted: int
@@ -125,6 +127,7 @@ class Coverage(NamedTuple):
     left: Counter[tuple[str, str]]
     names: dict[tuple[str, str], list[str]]
     unsupported: int
+    heads: dict[str, int]
 
     def __str__(self) -> str:
         share = self.converted / self.total if self.total else 1.0
@@ -132,7 +135,15 @@ class Coverage(NamedTuple):
             f"{kind} {count / self.total:.1%} ({_first(self.names[kind, reason])}: {reason})"
             for (kind, reason), count in self.left.most_common()
         )
-        return f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
+        found = f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
+        if not self.heads:
+            return found
+        most = sum(self.heads.values())
+        return (
+            f"{found}; not counted: {_first([*self.heads])}: if F.linear or @ use it as a head, "
+            f"that stays as it is, with up to {most / (self.total + most):.0%} of the FLOPs "
+            "(mixprec.audit)"
+        )
 
     @property
     def is_low(self) -> bool:
@@ -171,8 +182,18 @@ def coverage(
                 left[key] += weight.numel()
                 if (name := fqn or "the model") not in names.setdefault(key, []):
                     names[key].append(name)
-    total = sum(p.numel() for p in converted)
-    return Coverage(total, total + sum(left.values()), left, names, beyond)
+    reached = sum(p.numel() for p in converted)
+    total = reached + sum(left.values())
+    shapes = {w.shape for m in model.modules() if not isinstance(m, _LOOKUPS) for w in _weights(m)}
+    heads = {
+        name: weight.numel()
+        for name, module in model.named_modules()
+        for weight in _weights(module)
+        if isinstance(module, _LOOKUPS)
+        and weight.shape not in shapes
+        and weight.numel() > MOST_UNSUPPORTED * total
+    }
+    return Coverage(reached, total, left, names, beyond, heads)
 
 
 def _first(names: list[str]) -> str:

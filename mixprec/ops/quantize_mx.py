@@ -28,9 +28,15 @@ def _mx_scale(
     return code.to(torch.uint8), (254 - code << 23).view(torch.float32)
 
 
-def _nvfp4_scale(amax: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for E4M3 scales beside that of the tensor."""
-    code = block_codes.encode(amax * (scale / 6.0), E4M3, None)
+def _nvfp4_scale(
+    amax: torch.Tensor, scale: torch.Tensor, up: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for E4M3 scales beside that of the tensor; up: none is rounded down."""
+    exact = amax * (scale / 6.0)
+    code = block_codes.encode(exact, E4M3, None)
+    if up:
+        below = (code.view(torch.float8_e4m3fn).float() < exact) & (code < 0x7E)  # 0x7E: 448
+        code += below
     stored = code.view(torch.float8_e4m3fn)
     inverse = 1.0 / (stored.float() * (1.0 / scale))
     return code, inverse.clamp(max=_LARGEST)
@@ -52,7 +58,7 @@ def _by_blocks(
     finite = amax.isfinite()
     known = torch.where(finite, amax, 0.0)
     if block.nvfp4:
-        codes, inverse = _nvfp4_scale(known, scale)
+        codes, inverse = _nvfp4_scale(known, scale, random is not None)
         codes = torch.where(finite, codes, 0x7F).to(torch.uint8).view(torch.float8_e4m3fn)
     else:
         codes, inverse = _mx_scale(known, block, scale_mode)
@@ -98,7 +104,8 @@ def quantize_mx_reference(
     scale_mode: how MX scales follow from the amax of a block: "floor", "ceil", "even" or "rceil"
     ("rceil" for nvfp4, which does not use it). seed: None, which rounds to nearest, ties to even,
     or int64 [1] on x's device: elements are rounded stochastically, with the random bits of the
-    seed. Finite values saturate; a block with Inf or NaN has the scale NaN and elements 0.
+    seed, and the scales of nvfp4 up, so that no element saturates. Finite values saturate; a block
+    with Inf or NaN has the scale NaN and elements 0.
 
     ValueError or TypeError names an invalid argument.
     """

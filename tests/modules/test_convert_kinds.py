@@ -589,3 +589,18 @@ def test_what_is_left_is_reported(
     assert converted == ["adapted.base_layer", "head"]
     del sys.modules["peft.tuners.tuners_utils"]  # then it is a class that only looks like peft's
     assert report(nn.Sequential(Adapted(64))).endswith("100% of the weights")
+
+
+def test_an_embedding_that_may_be_a_head_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a shape that no layer has, and large: the share of the weights is not of the FLOPs."""
+    head = nn.Linear(32, 1000)
+    for tokens, more, said in (
+        (1000, {}, "; not counted: tokens: if F.linear or @ use it as a head, that stays as it is, "
+                   "with up to 97% of the FLOPs (mixprec.audit)"),
+        (1000, {"head": head}, ""),
+        (1, {}, ""),
+    ):  # fmt: skip
+        parts = {"tokens": nn.Embedding(tokens, 32), "body": nn.Linear(32, 32), **more}
+        with caplog.at_level(logging.INFO, "mixprec"):
+            mixprec.convert(nn.ModuleDict(parts), "bf16")
+        assert caplog.messages[-1].endswith(f"100% of the weights{said}")

@@ -59,6 +59,12 @@ def packed(bits: int) -> Rounded:
     return run
 
 
+def stochastic(x: torch.Tensor, element: str, fmt: str, seed: int) -> torch.Tensor:
+    granularity = "nvfp4" if fmt == "nvfp4" else "mx"
+    q = mixprec.quantize(x, element, granularity=granularity, seed=seed)
+    return mixprec.dequantize(q, torch.float32).double()
+
+
 def in_blocks(fmt: str) -> Rounded:
     spec, size = mx.BLOCKS[fmt]
     granularity, unit = ("nvfp4", 448.0) if fmt == "nvfp4" else ("mx", 1.0)
@@ -70,6 +76,40 @@ def in_blocks(fmt: str) -> Rounded:
         return (mixprec.dequantize(q)[:, 1:].double() / unit - 1) * 2.0**spec.mantissa_bits
 
     return run
+
+
+@for_each("fmt", mx.BLOCKS)
+def test_the_mean_of_random_blocks_is_exact(fmt: str) -> None:
+    """The slope of 400 draws against x, and that of the blocks' largest elements, which a scale
+    that is rounded down makes smaller. Each block weighs the same, whatever its scale."""
+    spec, size = mx.BLOCKS[fmt]
+    x = torch.randn(64, 64) * torch.logspace(-12, 12, 64, base=2.0)[:, None]
+    drawn = torch.stack([stochastic(x, spec.name, fmt, seed) for seed in range(400)])
+    blocks = x.double().unflatten(1, (-1, size))
+    largest = (blocks.abs() == blocks.abs().amax(-1, keepdim=True)).flatten(1)
+    for chosen in (torch.ones_like(largest), largest):
+        ratios = drawn[:, chosen] / x[chosen] - 1
+        weights = (blocks.abs() / blocks.abs().amax(-1, keepdim=True)).flatten(1)[chosen] ** 2
+        slopes = (ratios * weights).sum(1) / weights.sum()
+        assert slopes.mean().abs() < 4 * slopes.std() / 20 + 2.0**-16, "a bias"
+
+
+@for_each("unit", [448.0, 1.0, 2.0**-5, 2.0**-9, 2.0**-22])
+def test_no_nvfp4_scale_is_too_small_for_its_block(unit: float) -> None:
+    """Block maxima whose scales would be `unit` to its double, beside 448: subnormal ones, and
+    those that nearest rounding makes 0, too. above: by how much elements may be larger than 6."""
+    above = 1 + 2.0**-21
+    x = torch.zeros(1025, 16)
+    x[:, 3] = torch.linspace(6 * unit, 12 * unit, 1025).clamp(max=2688.0)
+    x[0] = 2688.0
+    q = mixprec.quantize(x, "e2m1", granularity="nvfp4", seed=1)
+    scales = q.scale_inv.float().flatten()
+    assert torch.all(x.amax(1) <= 6 * above * scales)
+    smaller = (q.scale_inv.view(torch.uint8).flatten() - 1).view(torch.float8_e4m3fn).float()
+    assert torch.all(x.amax(1) > 6 / above * smaller), "the next smaller one would do"
+    zeros = mixprec.quantize(x * 0, "e2m1", granularity="nvfp4", seed=1)
+    assert not zeros.scale_inv.float().any()
+    assert not mixprec.dequantize(zeros).any()
 
 
 ROUNDED = {"bf16": stored, **{f"{bits} bits": packed(bits) for bits in BITS}}

@@ -116,8 +116,9 @@ void blocks() {
     for (bool stochastic : {false, true}) {
       std::vector<uint8_t> from = numbers(Dtype::f32, kCount, 2, 12, true);
       std::vector<uint8_t> q(kCount), scales(blocks_of(format, kCount)), back(kCount * 4);
-      BlockCastRule rule = {Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 1e3f),
-                            stochastic, 99,     0};
+      BlockCastRule rule = {
+          Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 1e3f, stochastic),
+          stochastic, 99,     0};
       add(base_loops.quantize_mx(rule, from.data(), kCount - 7, 64, q.data(), scales.data()));
       add_bytes(q.data(), block_bytes(format, kCount - 7));
       add_bytes(scales.data(), blocks_of(format, kCount - 7));

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mixprec
 import mixprec.__main__
 from mixprec.diagnostics.audit import page
-from mixprec.diagnostics.audit.op import accumulation, readable
+from mixprec.diagnostics.audit.op import accumulation, bits, readable
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 9 * 8).view(2, 3, 9, 8)
@@ -737,3 +737,18 @@ def test_a_note_on_what_a_dispatch_mode_changes() -> None:
     for pool, said in ((nn.MaxPool1d(2), True), (nn.MaxPool2d(2), False)):
         audit = mixprec.audit(nn.Sequential(pool, nn.Linear(3, 2)), X[None], loss=square)
         assert any("max_pool1d" in note for note in audit.notes) == said
+
+
+def test_mxfp8_by_its_name_with_eight_bits_and_no_recipe_without_a_name() -> None:
+    """Beside FP8 no layer has more bits; sums for biases and norms are of the recipe, too."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)).bfloat16()
+    mixprec.convert(model, "mxfp8", overrides={"0": "fp8"}, fuse=True)
+    with mixprec.audit(model) as audit:
+        model(torch.randn(64, 32).bfloat16()).float().square().mean().backward()
+    assert audit.findings == []
+    assert {*audit.flops} == {"mxfp8", "fp8", "bf16"}
+    assert {*audit.decided} == {"recipe mxfp8", "override fp8"}
+    assert [bits(name) for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4")] == [8, 6, 4, 4]
+    with mixprec.audit(model) as nothing:
+        pass
+    assert str(nothing) == "no products"

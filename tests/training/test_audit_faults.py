@@ -6,6 +6,7 @@ project says where.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -280,6 +281,53 @@ CLEAN: dict[str, Make] = {
 @pytest.mark.parametrize("name", CLEAN)
 def test_steps_without_a_fault(name: str) -> None:
     assert CLEAN[name]() == []
+
+
+# Products that no layer computes
+
+
+class Embedded(nn.Module):
+    """The weight of an embedding is that of the head; head(h, weight) computes it."""
+
+    def __init__(self, head: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(64, D), nn.Linear(D, D), head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)), self.embedding.weight)
+
+
+HEADS = {
+    "linear": F.linear,
+    "@": lambda h, w: h @ w.t(),
+    "einsum": lambda h, w: torch.einsum("nd,vd->nv", h, w),
+    "a copy": lambda h, w: h @ w.clone().t().contiguous(),
+    "cast": lambda h, w: (h.double() @ w.double().t()).float(),
+    "frozen": lambda h, w: F.linear(h, w.detach()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_with_the_weight_of_another_module(head: str, compiled: bool) -> None:
+    def found(recipe: str, head: Callable[..., torch.Tensor]) -> list[str]:
+        model = converted(Embedded(head), recipe)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        with mixprec.audit(model) as audit:
+            loss_of(run(torch.arange(8))).backward()
+        return audit.findings
+
+    precision, reason = "fp32", "which mixprec.convert does not reach: call an nn.Linear"
+    if head == "cast":
+        precision, reason = "fp64", "decided by: cast"
+    share = "57.1%" if head == "frozen" else "66.7%"
+    for recipe in ("bf16", "mxfp8"):
+        ours = functools.partial(mixprec.functional.linear, recipe=recipe)
+        assert compiled or found(recipe, ours) == []
+        (said,) = found(recipe, HEADS[head])
+        where = f"Embedded: {precision} in the product with embedding.weight"
+        assert said.startswith(f"{where}, {reason}")
+        assert said.endswith(f"; {share} of the FLOPs")
 
 
 # Faults of other projects

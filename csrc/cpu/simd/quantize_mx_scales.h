@@ -63,17 +63,16 @@ uint32_t largest_of(const X* x, int64_t blocks, uint32_t* __restrict largest) {
 }
 
 inline void scales_of(const ScaleRule& rule, int64_t blocks, MxBuffers& b) {
-  if (rule.nvfp4) {
+  auto each = [&](auto scale) {
     for (int64_t i = 0; i < blocks; ++i) {
-      BlockScale s = nvfp4_scale(b.largest[i], rule);
+      BlockScale s = scale(b.largest[i], rule);
       b.scale[i] = s.code;
       b.factor[i] = s.factor;
     }
-  } else {
-    for (int64_t i = 0; i < blocks; ++i) {
-      BlockScale s = mx_scale(b.largest[i], rule);
-      b.scale[i] = s.code;
-      b.factor[i] = s.factor;
-    }
+  };
+  if (!rule.nvfp4) return each([](uint32_t amax, const ScaleRule& r) { return mx_scale(amax, r); });
+  if (rule.up) {
+    return each([](uint32_t amax, const ScaleRule& r) { return nvfp4_scale<true>(amax, r); });
   }
+  each([](uint32_t amax, const ScaleRule& r) { return nvfp4_scale<false>(amax, r); });
 }

@@ -13,7 +13,7 @@ inline QuantizeMx mx_cast(const Quantize& a) {
                    stream};
   };
   return {format,
-          scale_rule(format, ScaleMode::rceil, 0.0f),
+          scale_rule(format, ScaleMode::rceil, 0.0f, false),
           lines(a.q, a.scale_inv, a.rows, a.cols, kParamStream),
           lines(a.q_t, a.scale_inv_t, a.cols, a.rows, kFirstStateStream),
           a.transpose,

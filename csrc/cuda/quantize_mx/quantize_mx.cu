@@ -36,7 +36,7 @@ QuantizedMx quantize_mx_op(Tensor x, Text fmt, Text mode, bool transpose, MaybeT
   Tensor scratch = words_on(x, partials_for(device.sms));
   QuantizeMx args = {
       format,
-      nvfp4 ? ScaleRule{} : scale_rule(format, how, 0.0f),
+      nvfp4 ? ScaleRule{} : scale_rule(format, how, 0.0f, false),
       {bytes_of(data), bytes_of(scale_inv), m, k, kParamStream},
       {bytes_of(data_t), bytes_of(scale_inv_t), k, m, kFirstStateStream},
       transpose,

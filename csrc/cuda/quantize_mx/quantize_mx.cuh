@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
   __shared__ float tiles_of[Source::kOutputs][kMxSide * pitch];
   ScaleRule rule = a.rule;
   if (a.format == BlockFormat::nvfp4) {
-    rule = nvfp4_rule(*a.amax);
+    rule = nvfp4_rule(*a.amax, a.seed != nullptr);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.tensor_scale_inv = rule.tensor_inv;
   }
   int64_t rows = a.rows.lines, cols = a.rows.length, across = mx_tiles(cols, a.swizzled);

@@ -25,7 +25,8 @@ TORCH = "torch"  # inside of one of its functions
 RECIPE = "recipe"  # of a layer of mixprec, or of one of its functions
 OVERRIDE = "override"  # a recipe from the overrides of convert
 REGION = "mixprec.autocast"
-OURS = (RECIPE, OVERRIDE, REGION)
+MIXPREC = "mixprec"  # inside of one of its functions, without a recipe
+OURS = (RECIPE, OVERRIDE, REGION, MIXPREC)
 UNKNOWN = "unknown"
 CASTS = {
     getattr(torch.Tensor, name)
@@ -36,6 +37,7 @@ _ATTENTION = (
     torch.nn.functional.multi_head_attention_forward,  # which calls it with tensors [B, H, S, D]
 )
 TO_COPY = torch.ops.aten._to_copy.default
+COPIES = (TO_COPY, torch.ops.aten.clone.default)
 
 
 class _Call(NamedTuple):
@@ -140,13 +142,14 @@ def _backward(
 class Provenance:
     """The reason for the dtype of each tensor that ops return, if it is not `AS_MADE`."""
 
-    def __init__(self, calls: Calls, params: Iterable[torch.Tensor]) -> None:
+    def __init__(self, calls: Calls, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._calls = calls
         self._reasons: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a cast had
         self._params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and their views
-        for p in params:
-            self._params[p] = None
+        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and copies: names
+        for name, p in params:
+            self._params[p], self._weights[p] = None, name
 
     def reason(self, value: Any) -> str:
         """Of an argument of compiled code."""
@@ -168,6 +171,10 @@ class Provenance:
         if any(t in self._params for t in operands):
             return AS_MADE
         return self._largest_reason(operands)
+
+    def weight(self, value: Any) -> str:
+        """The name of the parameter that it is, or a view or copy of; "" for none."""
+        return self._weights.get(value, "") if isinstance(value, torch.Tensor) else ""
 
     def has_parameter(self, tensors: list[torch.Tensor]) -> bool:
         return any(t in self._params for t in tensors)
@@ -200,6 +207,9 @@ class Provenance:
         elif func.is_view and inputs and inputs[0] in self._params:
             for t in outputs:
                 self._params[t] = None
+        if (func.is_view or func in COPIES) and (name := self.weight(inputs[0])):
+            for t in outputs:
+                self._weights[t] = name
         if reason is None:
             reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
         if reason != AS_MADE:

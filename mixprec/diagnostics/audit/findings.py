@@ -142,12 +142,30 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
     low = {name for name, flops in audit.flops.items() if flops > total / 20}
     least = min(map(bits, low | {op.precision for op in in_recipes}), default=32)
     layers: dict[str, list[Op]] = defaultdict(list)
+    others: dict[tuple[str, str, str], list[Op]] = defaultdict(list)
     for op in audit.ops:
-        if op.flops and op.module is not None and bits(op.precision) > least:
-            layer = model.get_submodule(op.module)
+        if op.flops and bits(op.precision) > least:
+            layer = None if op.module is None else model.get_submodule(op.module)
             # Beside recipes, attention is in the dtype of its input, and no layer is at fault.
-            if op.decided == casts.CAST if _is_attention(op, layer) else _has_weights(layer):
+            is_found = layer is not None and (
+                op.decided == casts.CAST if _is_attention(op, layer) else _has_weights(layer)
+            )
+            if is_found and op.module is not None:
                 layers[op.module].append(op)
+            elif op.weight and not op.decided.startswith(casts.OURS):
+                others[op.where, op.weight, op.precision].append(op)
+    for (where, weight, precision), ops in others.items():
+        if (flops := sum(op.flops for op in ops)) >= _WORTH_SAYING * total:
+            reason = f"decided by: {ops[0].decided}"
+            if has_recipes and ops[0].decided != casts.CAST:
+                reason = (
+                    "which mixprec.convert does not reach: call an nn.Linear with this weight, or "
+                    "mixprec.functional.linear"
+                )
+            found.append(
+                f"{where}: {precision} in the product with {weight}, {reason}; {flops / total:.1%} "
+                "of the FLOPs"
+            )
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for name, ops in layers.items():
         layer = model.get_submodule(name)

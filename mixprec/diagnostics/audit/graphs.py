@@ -26,10 +26,12 @@ _FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
 class Decided(NamedTuple):
-    """By place in the graph: the reasons of the dtypes; what is a parameter, or a view of one."""
+    """By place in the graph: the reasons of the dtypes; what is a parameter, or a view of one; the
+    names of these, and of copies."""
 
     reasons: list[str]
     params: set[int]
+    weights: dict[int, str]
 
 
 @dataclass
@@ -187,16 +189,24 @@ class Graph:
         is_fused = step.func is torch.ops.aten.mul.Tensor
         return is_fused and any(_is_convert(self._before(i, is_part=True).func) for i in places)
 
-    def decided(self, reasons: Iterable[str], params: Iterable[bool]) -> Decided:
-        """From the reason of each input, and whether it is a parameter."""
-        found = Decided([casts.AS_MADE] * len(self.steps), set())
-        for place, reason, is_param in zip(self.inputs, reasons, params, strict=False):
+    def decided(
+        self, reasons: Iterable[str], params: Iterable[bool], weights: Iterable[str]
+    ) -> Decided:
+        """From the reason of each input, whether it is a parameter, and the name of that."""
+        found = Decided([casts.AS_MADE] * len(self.steps), set(), {})
+        known = zip(self.inputs, reasons, params, weights, strict=False)
+        for place, reason, is_param, name in known:
             found.reasons[place] = reason
             found.params.update([place] if is_param else [])
+            found.weights.update({place: name} if name else {})
         for place, step in enumerate(self.steps):
             if step.inputs and step.tensors:
-                if getattr(step.func, "is_view", False) and step.inputs[0] in found.params:
+                is_view, source = getattr(step.func, "is_view", False), step.inputs[0]
+                if is_view and source in found.params:
                     found.params.add(place)
+                is_copy = _is_convert(step.func) or step.func is _CLONE
+                if (is_view or is_copy) and source in found.weights:
+                    found.weights[place] = found.weights[source]
                 found.reasons[place] = self._reason(step, found)
         return found
 

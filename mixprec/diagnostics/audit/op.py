@@ -16,7 +16,7 @@ FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimi
 PRODUCTS = ("product", "convolution", "attention", "rnn")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _FP8 = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8}
+_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8, "mxfp6": 6}
 
 
 def operand_formats(recipe: Recipe, kind: str) -> tuple[str, ...]:
@@ -38,7 +38,9 @@ class Op:
 
     decided: who chose the operands' formats: "recipe fp8", "override bf16" (of convert),
     "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
-    of one of its functions), "as made" (of parameters and inputs) or "unknown".
+    of one of its functions), "mixprec" (inside of one of its functions that has no recipe),
+    "as made" (of parameters and inputs) or "unknown". weight: of a product of torch, the name of
+    the parameter that is an operand, as it is, cast or transposed; "" for none.
 
     lost: with sqnr=True, if the op or its operands are rounded, by what it computes: "y",
     "grad_input" and "grad_weight" of a layer, or "result"; see `Lost`.
@@ -55,6 +57,7 @@ class Op:
     accumulation: str
     result: str
     decided: str
+    weight: str = ""
     calls: int = 0
     flops: int = 0
     bytes: int = 0
@@ -63,8 +66,7 @@ class Op:
     @property
     def precision(self) -> str:
         """The formats as one word, or as in "bf16 x fp32" where they differ."""
-        found = ("fp8" if name in _FP8 else SHORT.get(name, name) for name in self.formats)
-        return " x ".join(dict.fromkeys(found))
+        return " x ".join(dict.fromkeys(map(_word, self.formats)))
 
     @property
     def where(self) -> str:
@@ -72,6 +74,11 @@ class Op:
         if self.module is None:
             return self.line or "unknown"
         return self.module or self.module_class
+
+
+def _word(name: str) -> str:
+    """Of a format: "mxfp8" of "mxfp8_e4m3"."""
+    return "fp8" if name in _FP8 else SHORT.get(name, name.partition("_")[0])
 
 
 @dataclass

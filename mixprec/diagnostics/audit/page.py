@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _WIDE, _HALF = ("#8c2d04", "#d94801"), ("#2171b5", "#6baed6")  # fp64, fp32; bf16, fp16
 _COLORS = {"fp64": _WIDE[0], "fp32": _WIDE[1], "bf16": _HALF[0], "fp16": _HALF[1]}
-_NARROW = {8: "#238b45", 4: "#74c476"}
+_NARROW = {8: "#238b45", 6: "#41ab5d", 4: "#74c476"}
 
 
 @dataclass

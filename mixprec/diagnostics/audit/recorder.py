@@ -43,10 +43,11 @@ def _accumulate_grad() -> Any:
 
 @dataclass
 class _Origin:
-    """Of an autograd node: who ran the forward op, and who decided its dtypes."""
+    """Of an autograd node: who ran the forward op, who decided its dtypes, and its weight."""
 
     owner: Owner
     decided: str | None = None
+    weight: str = ""
 
 
 class _Place(NamedTuple):
@@ -109,7 +110,7 @@ class Recorder(dynamo.Asked):
             self.owners.watch(scaler)
         _accumulate_grad()
         self._calls = casts.Calls()
-        self.provenance = casts.Provenance(self._calls, model.parameters())
+        self.provenance = casts.Provenance(self._calls, model.named_parameters())
         self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
         self._gemm: _Gemm | None = None
         self._stepping = False
@@ -338,20 +339,27 @@ class Recorder(dynamo.Asked):
             result_decided = (
                 gemm.result_decided_by(_tensors(result)[0]) if _tensors(result) else None
             )
-        elif func.namespace == "mixprec":
-            decided = casts.RECIPE
         elif place.phase == BACKWARD:
-            decided = (place.origin and place.origin.decided) or casts.UNKNOWN
+            unknown = casts.MIXPREC if func.namespace == "mixprec" else casts.UNKNOWN
+            decided = (place.origin and place.origin.decided) or unknown
+        elif func.namespace == "mixprec":
+            decided = casts.MIXPREC
         else:
             decided = self.provenance.decided(operands)
             low = self._calls.call.autocast.get(operands[0].device.type)
             if low is not None and ops.calls_others(func):
                 formats, decided = (short(low),) * len(operands), casts.AUTOCAST
-        if place.phase != BACKWARD and place.origin is not None and place.origin.decided is None:
-            place.origin.decided = decided
+        weight = next(filter(None, map(self.provenance.weight, operands)), "")
+        if place.phase == BACKWARD:
+            weight = place.origin.weight if place.origin else ""
+        elif place.origin is not None and place.origin.decided in (None, casts.MIXPREC):
+            place.origin.decided, place.origin.weight = decided, weight
         device = operands[0].device.type
         phase = place.phase
-        self.add(func, listed, owner, phase, device, args, result, operands, formats, decided, lost)
+        self.add(
+            func, listed, owner, phase, device, args, result, operands, formats, decided, weight,
+            lost,
+        )  # fmt: skip
         if self._shadow is not None and phase in (FORWARD, BACKWARD):
             where = owner.name if owner.name is not None else owner.line
             results = _tensors(result)
@@ -370,6 +378,7 @@ class Recorder(dynamo.Asked):
         operands: list[torch.Tensor],
         formats: tuple[str, ...],
         decided: str,
+        weight: str,
         lost: Mapping[str, Lost] | None = None,
     ) -> None:
         """A call of an op."""
@@ -386,6 +395,7 @@ class Recorder(dynamo.Asked):
             accumulation(listed.kind, operands[0].dtype, device, func.namespace),
             short(results[0].dtype),
             decided,
+            weight if listed.kind == "product" else "",
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
         self.ops.setdefault(op, Total()).add(listed.flops(args, result), size, lost or {})

@@ -97,6 +97,8 @@ class Audit:
 
     def __str__(self) -> str:
         found = [*(f"- {finding}" for finding in self.findings), *self.notes]
+        if not self.flops:
+            return "\n".join([*found, self.summary()])
         more = [] if self._shadow is None else ["", self.sqnr_table()]
         return "\n".join([*found, self.summary(), "", self.table(), *more])
 

@@ -33,12 +33,13 @@ _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 @dataclass
 class _Forward:
-    """A run of a forward graph. decided: by the number of the autograd node."""
+    """A run of a forward graph. decided, and weights: by the number of the autograd node."""
 
     owner: Owner
     roots: list[nn.Module]
     region: Region | None
     decided: dict[int | None, str] = field(default_factory=dict)
+    weights: dict[int | None, str] = field(default_factory=dict)
 
 
 class Runs:
@@ -72,7 +73,9 @@ class Runs:
         forward = _Forward(owners.find(), self.root.now(), region)
         self._known[number] = forward
         run = Run(self, graph, forward, phase, args)
-        run.found = graph.decided(known, [provenance.is_parameter(arg) for arg in args])
+        run.found = graph.decided(
+            known, map(provenance.is_parameter, args), map(provenance.weight, args)
+        )
         return run
 
 
@@ -86,7 +89,7 @@ class Run:
         self._forward, self._phase = forward, phase
         self._lossy, self._has_regions = runs.lossy, runs.functions.has_regions
         self._symbols = _symbols(graph, args)
-        self.found = graph.decided([], [])
+        self.found = graph.decided([], [], [])
 
     def end(self, outputs: Any) -> None:
         """It has run."""
@@ -118,16 +121,21 @@ class Run:
             by_recipe, formats = self._by_recipe(step, places, owner, formats)
             decided = by_recipe or decided
         elif step.func.namespace == "mixprec":
-            decided = casts.RECIPE
-        if step.phase == FORWARD and self._forward is not None:
-            self._forward.decided.setdefault(step.number, decided)
+            decided = casts.MIXPREC
+        weight = next((self.found.weights[i] for i in places if i in self.found.weights), "")
+        if self._forward is not None:
+            if step.phase == FORWARD:
+                self._forward.decided.setdefault(step.number, decided)
+                self._forward.weights.setdefault(step.number, weight)
+            else:
+                weight = self._forward.weights.get(step.number, "")
         phase = self._phase if step.phase == FORWARD or self._phase == STEP else step.phase
         args, value = self._sized(step.arguments), self._sized(step.value)
         operands = [self._sized(self._graph.steps[i].tensors[0]) for i in places]
         device = self._graph.steps[places[0]].tensors[0].device.type
         self._recorder.add(
             step.func, step.listed, owner, phase, device, args, value, operands,
-            tuple(formats), decided,
+            tuple(formats), decided, weight,
         )  # fmt: skip
 
     def _owner(self, step: Step) -> Owner:
@@ -163,16 +171,17 @@ class Run:
         layer = self._recorder.owners.module(owner)
         is_ours = step.func.namespace == "mixprec"
         if not isinstance(layer, Layer):
-            return (casts.RECIPE if is_ours else None), formats
+            return (casts.MIXPREC if is_ours else None), formats
         recipe = self._recipe(layer)
         if recipe is None:
             return (casts.UNKNOWN if is_ours else None), formats
         is_convolution = step.listed is not None and step.listed.kind == "convolution"
         pairs = self._convolved(step, places) if is_convolution else [formats]
         known = _formats(recipe)
-        if all([SHORT.get(f, f) for f in pair] in known for pair in pairs):
+        # One of ours that no format says is the sum for a bias.
+        if is_ours or all([SHORT.get(f, f) for f in pair] in known for pair in pairs):
             return f"{self._recorder.source(owner, recipe)} {recipe.name}", pairs[-1]
-        return (casts.RECIPE if is_ours else None), formats  # as the sum for a bias is
+        return None, formats
 
     def _convolved(self, step: Step, places: list[int]) -> list[list[str]]:
         """The formats of the operands of each product that a convolution's op computes."""

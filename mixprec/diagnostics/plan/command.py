@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ..made import made
 from .assignment import QUANTITIES
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         model, batches, *loss = made(given.make)
         found = plan(
             model, batches, budget=budget, loss=loss[0] if loss else None, steps=given.steps,
-            hardware=given.hardware, progress=_progress, **more,
+            hardware=given.hardware, **more,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
@@ -44,9 +43,3 @@ def main(arguments: list[str] | None = None) -> int:
     if given.json:
         found.save(given.json)
     return 0
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rplan: {done} of {total} passes", end=end, file=sys.stderr, flush=True)

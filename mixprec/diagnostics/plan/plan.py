@@ -27,9 +27,11 @@ class Plan:
     """A recipe for each layer of a model.
 
     recipes: by layer, as `mixprec.convert` takes them; shapes: of their weights; budget: what
-    was asked for; predicted: "loss", how much it grows over the planned training,
-    and "time" and "memory", as parts of those of bf16; left_out: layers and formats that were not
-    planned, and why; measured: by layer and product, what the plan was made of.
+    was asked for; predicted: "loss", how much it grows over the planned training, "time" of all
+    products, as a part of that in bf16, and "memory" of the planned layers, as a part of the same;
+    bf16: these of the planned layers in bf16; rest: "flops" and "time" of the products of a step
+    that are not planned and stay in bf16; left_out: layers and formats that were not planned, and
+    why; measured: by layer and product, what the plan was made of.
     """
 
     recipes: dict[str, str]
@@ -37,6 +39,7 @@ class Plan:
     budget: dict[str, float]
     predicted: dict[str, float]
     bf16: dict[str, float]
+    rest: dict[str, float]
     hardware: str
     left_out: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Plan:
                     )
         kept = {name: r for name, r in self.recipes.items() if name not in self.measured}
         recipes = kept | {name: joined(assignment[name]) for name in self.measured}
-        predicted = prediction(self.program(), assignment, self.bf16)
+        predicted = prediction(self.program(), assignment, self.bf16, self.rest)
         return replace(self, recipes=recipes, predicted=predicted)
 
     def program(self) -> Program:
@@ -110,7 +113,7 @@ class Plan:
     def front(self, points: int = 16) -> list[tuple[float, float]]:
         """(time, loss): the smallest loss that is predicted for each time, from the shortest to
         that of bf16, without other limits."""
-        program, total = self.program(), self.bf16["time"]
+        program, total, rest = self.program(), self.bf16["time"], self.rest["time"]
         fastest = program.solve(["time", "loss"], {})
         assert fastest is not None, "without limits"
         least, found = program.value("time", fastest), dict[float, float]()
@@ -118,25 +121,26 @@ class Plan:
             limit = least + (total - least) * i / (points - 1)
             best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
             if best is not None:
-                found[program.value("time", best) / total] = program.value("loss", best)
+                share = (program.value("time", best) + rest) / (total + rest)
+                found[share] = program.value("loss", best)
         return sorted(found.items())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
         PDF file. ImportError without matplotlib."""
-        program, total = self.program(), self.bf16["time"]
+        program = self.program()
         names = next(iter(next(iter(self.measured.values()))["harm"].values()))
         points = {}
         for name in names:
-            uniform = program.uniform(name)
-            points[name] = program.value("time", uniform) / total, program.value("loss", uniform)
+            found = prediction(program, program.uniform(name), self.bf16, self.rest)
+            points[name] = found["time"], found["loss"]
         points["plan"] = self.predicted["time"], self.predicted["loss"]
         unit = f" on {self.hardware}" if self.hardware else ""
         plotting.save(plotting.plot_plan(self.front(), points, unit), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON. `recipes` may be edited."""
-        Path(path).write_text(json.dumps({"version": 1, **asdict(self)}, indent=1))
+        Path(path).write_text(json.dumps({"version": 2, **asdict(self)}, indent=1))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -148,9 +152,9 @@ class Plan:
         except json.JSONDecodeError as error:
             raise ValueError(f"Plan.load: {path} must be JSON: {error}") from error
         names = {field.name for field in fields(Plan)}
-        valid = isinstance(found, dict) and found.pop("version", None) == 1
+        valid = isinstance(found, dict) and found.pop("version", None) == 2
         if not valid or found.keys() != names:
-            raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 1")
+            raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 2")
         plan = Plan(**found)
         if unknown := plan.recipes.keys() - plan.shapes.keys() - plan.left_out.keys():
             raise ValueError(f"Plan.load: there was no layer {min(unknown)!r} in the planned model")
@@ -189,9 +193,11 @@ def joined(products: Mapping[str, str]) -> str:
 
 
 def prediction(
-    program: Program, assignment: Assignment, bf16: Mapping[str, float]
+    program: Program, assignment: Assignment, bf16: Mapping[str, float], rest: Mapping[str, float]
 ) -> dict[str, float]:
+    loss, time, memory = (program.value(name, assignment) for name in QUANTITIES)
     return {
-        name: program.value(name, assignment) / (1.0 if name == "loss" else bf16[name] or 1.0)
-        for name in QUANTITIES
+        "loss": loss,
+        "time": (time + rest["time"]) / ((bf16["time"] + rest["time"]) or 1.0),
+        "memory": memory / (bf16["memory"] or 1.0),
     }

@@ -16,7 +16,9 @@ from ...nn.autocast import autocast
 from ...ops._dispatch import checks
 from ...optim import SGD
 from ...recipes import Recipe
+from ..audit.report import Audit
 from ..batches import call, scalar_loss
+from ..terminal import Line
 from ..unchanged import as_before
 from . import hardware as processors
 from . import text
@@ -25,7 +27,7 @@ from .cost import costs
 from .hardware import Hardware
 from .matrices import why_not
 from .plan import Plan, convertible, joined, prediction
-from .sensitivity import Training, measure
+from .sensitivity import Training, measure, others
 
 _BATCHES = 8
 # Of a limit of the loss: it may grow by more than predicted, also by more than this (docs/plan.md).
@@ -49,8 +51,9 @@ def plan(
     """Choose a format for each product of each layer, such that a budget is kept.
 
     budget: limits, of some of "loss", how much it may grow by, of which half is left for what the
-    prediction is off by; "time", of the products and casts of a step, and "memory", kept for the
-    backward pass, as parts of those of bf16. With a limit of the loss the time is the least
+    prediction is off by; "time", of all products of a step, also of those that are not planned, and
+    of casts, as a part of that of bf16; "memory", what the planned layers keep for the backward
+    pass, as a part of the same in bf16. With a limit of the loss the time is the least
     possible, otherwise the loss is. formats: recipes to choose from, and bf16. hardware: "h100",
     "h200", "b200", "a100" or "rtx4090", whose rates and bandwidth make the time, and which leave
     out formats that they have no instructions for; None: a product of half the bits takes half the
@@ -62,7 +65,8 @@ def plan(
     error of a gradient does (torch's and mixprec's SGD; all others count as Adam); None: Adam with
     1e-3. steps: how long the training is that the loss is predicted for. passes: the most forward
     and backward passes, 4 or more: one a batch, the rest for layers, evenly chosen if there are
-    more. progress(done, total) is called after each.
+    more. progress(done, total) is called after each; None: a line on stderr says it, where that is
+    a terminal.
 
     Sensitivities are those of mixprec.diagnostics.plan.sensitivity, the integer program is solved
     exactly (scipy.optimize.milp). The model, its gradients, buffers and the random state are as
@@ -103,10 +107,15 @@ def plan(
         return value
 
     params = [p for p in model.parameters() if p.requires_grad]
-    with as_before(model), torch.enable_grad(), autocast(enabled=False):
+    audit = Audit(model)
+    with as_before(model), torch.enable_grad(), autocast(enabled=False), Line() as line:
+
+        def show(done: int, total: int) -> None:
+            line.show(f"plan: {done} of {total} passes")
+
         found = measure(
             layers, params, run, len(taken), recipes, _training(optimizer, steps), passes,
-            progress or (lambda done, total: None),
+            progress or show, audit,
         )  # fmt: skip
     left_out |= {name: "it did not run with a gradient" for name in layers if name not in found}
     if not found:
@@ -115,13 +124,16 @@ def plan(
     prices = {name: costs(layer, recipes, processor) for name, layer in found.items()}
     program = Program({name: layer.harm for name, layer in found.items()}, prices)
     bf16 = {name: program.value(name, program.uniform("bf16")) for name in QUANTITIES}
-    chosen = _solve(program, limits, bf16)
+    flops = others(audit, found)
+    rest = {"flops": flops, "time": flops / processor.rates[16]}
+    chosen = _solve(program, limits, bf16, rest)
     return Plan(
         recipes={name: joined(products) for name, products in chosen.items()},
         shapes={name: list(layers[name].weight.shape) for name in found},  # type: ignore[arg-type]
         budget=limits,
-        predicted=prediction(program, chosen, bf16),
+        predicted=prediction(program, chosen, bf16, rest),
         bf16=bf16,
+        rest=rest,
         hardware=processor.name,
         left_out=left_out,
         measured={
@@ -158,9 +170,15 @@ def _training(optimizer: torch.optim.Optimizer | None, steps: int) -> Training:
     return Training(steps, sum(rates) / len(rates), not is_plain)
 
 
-def _solve(program: Program, limits: Mapping[str, float], bf16: Mapping[str, float]) -> Assignment:
-    units = dict(bf16) | {"loss": 1.0 / _MARGIN}
-    absolute = {name: limit * units[name] for name, limit in limits.items()}
+def _solve(
+    program: Program,
+    limits: Mapping[str, float],
+    bf16: Mapping[str, float],
+    rest: Mapping[str, float],
+) -> Assignment:
+    units = dict(bf16) | {"loss": 1.0 / _MARGIN, "time": bf16["time"] + rest["time"]}
+    fixed = {"time": rest["time"]}
+    absolute = {name: v * units[name] - fixed.get(name, 0.0) for name, v in limits.items()}
     found = program.solve(_objectives(limits), absolute)
     if found is not None:
         return found
@@ -168,8 +186,11 @@ def _solve(program: Program, limits: Mapping[str, float], bf16: Mapping[str, flo
     for name in limits:
         least = program.solve([name], {n: v for n, v in absolute.items() if n != name})
         if least is not None:
-            said.append(f"{name} {program.value(name, least) / (units[name] or 1.0):.4g}")
+            value = program.value(name, least) + fixed.get(name, 0.0)
+            said.append(f"{name} {value / (units[name] or 1.0):.4g}")
+    share = rest["time"] / (units["time"] or 1.0) if "time" in limits else 0.0
     raise ValueError(
         f"plan: no assignment keeps {text.limits(limits)}"
         + (f": with the others kept, the least is {' or '.join(said)}" if said else "")
+        + (f"; {share:.1%} of the time is of products that are not planned" if share else "")
     )

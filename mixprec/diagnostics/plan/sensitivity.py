@@ -31,6 +31,9 @@ from torch import nn
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
 from ..audit.lost import power
+from ..audit.op import BACKWARD
+from ..audit.op import FORWARD as FORWARD_PASS
+from ..audit.report import Audit
 from .matrices import Matrices
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = GEMMS
@@ -85,8 +88,10 @@ def measure(
     training: Training,
     passes: int,
     progress: Callable[[int, int], object],
+    audit: Audit,
 ) -> dict[str, Layer]:
-    """Of the layers that run with a gradient, by name, in `passes` forward and backward passes."""
+    """Of the layers that run with a gradient, by name, in `passes` forward and backward passes.
+    audit: records one of them."""
     found = {name: Layer(name, module) for name, module in layers.items()}
     terms, order = 0, dict[str, None]()  # the last layer first
     checked = min(batches, _CHECKED)
@@ -108,7 +113,8 @@ def measure(
     # Of the gradients of inputs, as many as there are passes for.
     reached = [name for name in order if found[name].off]
     chosen = _spread(reached, probes)
-    exact = _gradients(params, run, 0)
+    with audit:
+        exact = _gradients(params, run, 0)
     for i, name in enumerate(chosen):
         found[name].reach = _reach(layers[name], params, exact, run, training, terms)
         progress(total - len(chosen) + i + 1, total)
@@ -122,6 +128,15 @@ def measure(
             if p in layer.harm
         }
     return {name: found[name] for name in order}
+
+
+def others(audit: Audit, layers: Mapping[str, Layer]) -> int:
+    """The FLOPs of a step that are not of these layers' products: of their own, as many as are in
+    the audit."""
+    ops = [op for op in audit.ops if op.phase in (FORWARD_PASS, BACKWARD)]
+    own = sum(op.flops for op in ops if op.module in layers)
+    planned = sum(layer.flops * len(layer.harm) for layer in layers.values())
+    return round((sum(op.flops for op in ops) - own) * planned / own) if own else 0
 
 
 def _curvature(

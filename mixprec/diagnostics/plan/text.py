@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...recipes import GEMMS
+from ..audit.op import readable
 from ..report_table import aligned
 
 if TYPE_CHECKING:
@@ -18,17 +19,25 @@ def limits(budget: Mapping[str, float]) -> str:
 
 def summary(plan: Plan) -> str:
     at = f" on {plan.hardware}" if plan.hardware else ", counted in FLOPs of bf16"
+    planned, total = _flops(plan)
     lines = [
         f"plan for {limits(plan.budget)}: loss +{plan.predicted['loss']:.4g} (bf16 "
-        f"+{plan.bf16['loss']:.4g}), time {plan.predicted['time']:.3f}{at}, memory "
-        f"{plan.predicted['memory']:.3f} of bf16's"
+        f"+{plan.bf16['loss']:.4g}), time {plan.predicted['time']:.3f} of bf16's{at}, memory "
+        f"{plan.predicted['memory']:.3f} of what these layers keep in bf16; {readable(planned)} of "
+        f"{readable(total)}FLOP are planned"
     ]
     lines += (f"left out: {name}: {reason}" for name, reason in plan.left_out.items())
     return "\n".join(lines)
 
 
+def _flops(plan: Plan) -> tuple[int, int]:
+    """Of the planned products of a step, and of all."""
+    planned = sum(row["flops"] * len(row["harm"]) for row in plan.measured.values())
+    return planned, planned + int(plan.rest["flops"])
+
+
 def table(plan: Plan) -> str:
-    total = sum(row["flops"] * len(row["harm"]) for row in plan.measured.values())
+    total = _flops(plan)[1]
     loss = plan.predicted["loss"] or 1.0
     rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
     for name, products in plan.assignment().items():
@@ -49,7 +58,7 @@ def why(plan: Plan, layer: str) -> str:
             names = ", ".join(map(repr, plan.measured))
             raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
         return f"{layer} is left out: {reason}"
-    row, total = plan.measured[layer], plan.bf16["time"] or 1.0
+    row, total = plan.measured[layer], plan.bf16["time"] + plan.rest["time"] or 1.0
     lines = []
     for product, recipe in plan.assignment()[layer].items():
         harm, time = row["harm"][product], row["costs"]["product"][product]

@@ -164,7 +164,7 @@ int quantize_mx(int64_t x_dtype, const void* x, int64_t rows, int64_t cols, int6
   auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
   std::vector<uint32_t> scratch(partials_for(sms), kDirty);
   BlockFormat f = static_cast<BlockFormat>(format);
-  QuantizeMx args(f, scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
+  QuantizeMx args(f, scale_rule(f, static_cast<ScaleMode>(mode), 0.0f, false),
                   {bytes(0), bytes(2), rows, cols, kParamStream},
                   {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0,
                   swizzled != 0, random_seed, with_amax != 0 ? numbers(5) : nullptr, numbers(4),

@@ -67,9 +67,10 @@ def test_mx_of_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: s
         for seed in agree.some((None, SEED), i):
             for mode in agree.some(modes(fmt), i):
                 agree("quantize_mx", [x, fmt, mode, True, seed, i % 2 == 0, True])
-    for value in (1e-45, -1e-40, 2.0**-126, 448.0, limits.max, -limits.max):  # the only one
-        x = torch.full((2, BLOCK_FORMATS[fmt].block + 3), value).to(dtype)
-        agree("quantize_mx", [x, fmt, "rceil", True, None, *PLAIN])
+    for i, value in enumerate((1e-45, -1e-40, 2.0**-126, 448.0, limits.max, -limits.max)):
+        x = torch.full((2, BLOCK_FORMATS[fmt].block + 3), value).to(dtype)  # the only one
+        for seed in agree.some((None, SEED), i):
+            agree("quantize_mx", [x, fmt, "rceil", True, seed, *PLAIN])
 
 
 @every_format
@@ -96,6 +97,8 @@ def test_mx_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
         one_a_block = pad(scales[..., None], (0, block - 1)).flatten(1)
         for mode in modes(fmt):
             agree("quantize_mx", [one_a_block, fmt, mode, False, None, *PLAIN])
+        if BLOCK_FORMATS[fmt].nvfp4:  # whose scales are rounded up then
+            agree("quantize_mx", [one_a_block, fmt, "rceil", False, SEED, *PLAIN])
         agree("quantize_mx", [one_a_block[-1:, -block:], fmt, "rceil", False, None, *PLAIN])
 
 
