@@ -128,6 +128,15 @@ def values_of(param: torch.Tensor) -> torch.Tensor:
         return forms.values(param, find(param) or {})
 
 
+def in_form(param: torch.Tensor, form: str, remainder: torch.dtype) -> torch.Tensor:
+    """What an optimizer that keeps this form would have now."""
+    record, wide = find(param) or {}, values_of(param)
+    copy = {"remainder": record["remainder"]} if "remainder" in record else {"master": wide}
+    with torch.no_grad():
+        forms.convert(param, copy, form, remainder)
+    return copy[form]
+
+
 def has_values(param: torch.Tensor) -> bool:
     """Whether there is more than the parameter itself."""
     return not (find(param) or {}).keys().isdisjoint(FORMS)

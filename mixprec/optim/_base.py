@@ -405,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
         result = super().state_dict()
         indices = [index for group in result["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        new = self._states_before_the_first_step()
+        new = self._current_states()
         result["state"] |= {i: new[p] for p, i in zip(params, indices, strict=True) if p in new}
         numbers = set(indices)
         states = {
@@ -414,19 +414,22 @@ class Optimizer(torch.optim.Optimizer):
         }
         return {**result, "state": states}
 
-    def _states_before_the_first_step(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Of params that have a master already: the step would begin with these. In other states
-        masters have the form that the next step would give them."""
+    def _current_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The states to save where masters are not, or no longer, those in `state`: before the
+        first step, and after FP32 weights were loaded. Nothing is changed."""
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            policy = self._policy_of(group)
+            policy, moments = self._policy_of(group), self._moments(group)
             for p in group["params"]:
-                form = policy.master(p)
-                state = self.state.get(p)
-                if form and state is None and p.requires_grad and _masters.find(p):
-                    policy.prepare(p, states.setdefault(p, {}), self._moments(group))
-                elif form and state and form not in state:
-                    policy.claim(p, state)
+                form, state = policy.master(p), self.state.get(p)
+                record = _masters.find(p) if form and (state or p.requires_grad) else None
+                if not record or form is None:
+                    continue
+                if state is None or record.get(form) is not state.get(form):
+                    kept = {k: v for k, v in (state or {}).items() if k not in _masters.FORMS}
+                    states[p] = {**kept, form: _masters.in_form(p, form, policy.remainder)}
+                    if state is None:
+                        policy.create(p, states[p], moments)
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -475,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["state"] = defaultdict(dict, {**self.state, **self._states_before_the_first_step()})
+        state["state"] = defaultdict(dict, {**self.state, **self._current_states()})
         return {**state, **{name: getattr(self, name) for name in self._OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -78,6 +78,10 @@ class Policy:
                     f"{tuple(held.shape)}: cut or extend all entries of state[param] as the param"
                 )
         self.claim(param, state)
+        self.create(param, state, moments)
+
+    def create(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+        """Create what is missing beside the master."""
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in moments:

@@ -207,6 +207,9 @@ class _Wide(Policy):
             return
         self.tensors[param] = state["master"]
 
+    def create(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+        """`kind` does."""
+
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
