@@ -71,9 +71,10 @@ struct Forward {
 
 }  // namespace
 
-// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T], remainder of
-// out, bf16: q's shape, or [0] of fp32
-std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, double scale) {
+// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T], remainder
+// of out, bf16: q's shape, or [0] of fp32
+std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal,
+                                             double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention");
   q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
   Tensor out = empty_like_rows(q, q.scalar_type());

@@ -134,8 +134,7 @@ struct Backward {
 
   void store(const Heads& to, const float* x, int64_t b, int64_t h, Range range) {
     kernel.store_rows(to.dtype, x + range.begin * ld.by_rows, ld.by_rows, nullptr,
-                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row,
-                      nullptr);
+                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row, nullptr);
   }
 };
 

@@ -47,10 +47,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, *results = ctx.saved_tensors
+        q, k, v, out, logsumexp, remainder = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        grads = attention_backward(_dense(g), q, k, v, *results, ctx.causal, ctx.scale)
+        grads = attention_backward(
+            _dense(g), q, k, v, out, logsumexp, remainder, ctx.causal, ctx.scale
+        )
         needs = ctx.needs_input_grad[:3]
         needed = (
             x.to(dtype) if need else None

@@ -149,8 +149,8 @@ def attention(
     q: [B, H, T, D]; k, v: [B, H_kv, S, D], of one dtype, fp32, bf16 or fp16; any strides, H a
     multiple of H_kv. out: q's shape and dtype, in memory as [B, T, H, D]; logsumexp: fp32
     [B, H, T]; remainder: bf16, of q's shape, in memory as out; of fp32 without elements, [0].
-    mixprec.functional.attention says more, and has a derivative. Inside torch.autocast q, k and v are
-    first cast to its dtype. TypeError or ValueError names an invalid argument.
+    mixprec.functional.attention says more, and has a derivative. Inside torch.autocast q, k and v
+    are first cast to its dtype. TypeError or ValueError names an invalid argument.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.is_tensor("attention", name, x)
@@ -177,7 +177,8 @@ def attention_backward(
 
     g: q's shape; fp32, bf16 or fp16, which is the dtype of the results; it is first rounded to that
     of q. The other arguments: as `attention` took and returned them; a remainder [0] stands for one
-    of zeros. The results lie in memory as [B, T, H, D]. TypeError or ValueError names an invalid argument.
+    of zeros. The results lie in memory as [B, T, H, D]. TypeError or ValueError names an invalid
+    argument.
     """
     checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)

@@ -1,7 +1,7 @@
 """The rounding errors of attention's gradients in 16 bits have a mean of zero.
 
-Where maxima of a row repeat, or v and g have one sign, errors that depend on a row or a key alone add
-up over the others (Qiu and Yao, 2025, arXiv 2510.04212).
+Where maxima of a row repeat, or v and g have one sign, errors that depend on a row or a key alone
+add up over the others (Qiu and Yao, 2025, arXiv 2510.04212).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from cases import for_each
 from mixprec.ops.attention import attention_backward_op, attention_op
 
 HEADS, LENGTH, D = 2, 64, 32
-Gradients = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
-def operands(case: str, seed: int) -> tuple[torch.Tensor, ...]:
+def operands(case: str, seed: int) -> Tensors:
     """q, k, v and the gradient of the result."""
     random = torch.Generator().manual_seed(seed)
 
@@ -46,47 +46,53 @@ def operands(case: str, seed: int) -> tuple[torch.Tensor, ...]:
 CASES = ("two_max", "three_max", "many_equal", "all_equal", "causal_equal", "const_v", "random")
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, causal: bool) -> Gradients:
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+def exact(x: Tensors, causal: bool) -> Tensors:
+    q, k, v = (y.double().requires_grad_() for y in x[:3])
     scores = q @ k.mT / D**0.5
     if causal:
         scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
-    return torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), g.double())
+    return torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), x[3].double())
 
 
-def errors_along(case: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The signed errors of dq, dk and dv: their means, those along the exact gradient, and those of dq
-    along the mean key and of dk along the mean query."""
-    q, k, v, g = (x.to(dtype) for x in operands(case, seed))
+def errors_along(case: str, seed: int) -> torch.Tensor:
+    """The signed errors of dq, dk and dv: their means, those along the exact gradient, and those of
+    dq along the mean key and of dk along the mean query; in a second row, without the remainder of
+    the result."""
+    q, k, v, g = (x.bfloat16() for x in operands(case, seed))
     causal = case == "causal_equal"
-    got = attention_backward_op(g, q, k, v, *attention_op(q, k, v, causal, D**-0.5), causal, D**-0.5)
-    found = []
-    for x, want, keys in zip(got, exact(q, k, v, g, causal), (k, q, None), strict=True):
-        error = x.double() - want
-        found += [error.mean(), (error * want).sum() / want.norm()]
-        if keys is not None:
-            mean = keys.double().mean(-2, keepdim=True)
-            found.append((error * mean).sum() / mean.square().sum())
-    return torch.stack(found)
+    out, logsumexp, remainder = attention_op(q, k, v, causal, D**-0.5)
+    want, rows = exact((q, k, v, g), causal), []
+    for rest in (remainder, remainder.new_empty(0)):
+        got = attention_backward_op(g, q, k, v, out, logsumexp, rest, causal, D**-0.5)
+        found: list[torch.Tensor] = []
+        for x, y, others in zip(got, want, (k, q, None), strict=True):
+            error = x.double() - y
+            found += [error.mean(), (error * y).sum() / y.norm()]
+            if others is not None:
+                mean = others.double().mean(-2, keepdim=True)
+                found.append((error * mean).sum() / mean.square().sum())
+        rows.append(torch.stack(found))
+    return torch.stack(rows)
 
 
-def check(case: str, dtype: torch.dtype, seeds: range) -> None:
-    """Within four standard errors of zero."""
-    errors = torch.stack([errors_along(case, seed, dtype) for seed in seeds])
-    bound = 4 * errors.std(0) / len(seeds) ** 0.5
-    assert (errors.mean(0).abs() <= bound).all(), (errors.mean(0) / bound * 4).tolist()
+def check(case: str, seeds: range) -> None:
+    """Within four standard errors of zero, or 1% of what it is without the remainder: where
+    products are FP32, what is left are errors of FP32."""
+    errors, without = torch.stack([errors_along(case, seed) for seed in seeds]).unbind(1)
+    z = errors.mean(0) / (errors.std(0) / len(seeds) ** 0.5)
+    share = errors.mean(0) / without.mean(0)
+    assert ((z.abs() <= 4) | (share.abs() <= 0.01)).all(), (z.tolist(), share.tolist())
 
 
 @for_each("case", CASES)
 def test_errors_have_a_mean_of_zero(backend: str, case: str) -> None:
-    check(case, torch.bfloat16, range(60))
+    check(case, range(40))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_errors_of_many_have_a_mean_of_zero(backend: str, case: str, dtype: torch.dtype) -> None:
-    check(case, dtype, range(1000, 1240))
+def test_errors_of_many_inputs_have_a_mean_of_zero(backend: str, case: str) -> None:
+    check(case, range(1000, 1240))
 
 
 @for_each("causal", [False, True])

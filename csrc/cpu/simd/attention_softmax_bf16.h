@@ -60,8 +60,9 @@ struct BackwardRow {
   }
 };
 
-// Rounds `weights` of a query, with what was carried from the queries before it, to BF16, and carries
-// what that cuts off. The sums over queries, which are those of dv, keep the sums of the weights.
+// Rounds `weights` of a query, with what was carried from the queries before it, to BF16, and
+// carries what that cuts off. The sums over queries, which are those of dv, keep the sums of the
+// weights.
 inline Vec rounded_weights(Vec weights, float* carried) {
   const Vec x = weights + load(carried);
   // (2^16 + 1) x, rounded to 24 bits, less 2^16 x: x rounded to 8 bits.
