@@ -177,7 +177,7 @@ class Exact(Form):
 
 @dataclass(frozen=True)
 class Dropped(Form):
-    """Nothing: backward takes a tensor without elements for t."""
+    """Nothing: backward gets a tensor without elements, and computes t again."""
 
     flat: ClassVar[bool] = False
 
