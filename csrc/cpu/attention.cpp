@@ -71,13 +71,19 @@ struct Forward {
 
 }  // namespace
 
-// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T]
-std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, double scale) {
+// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T], remainder
+// of out, bf16: q's shape, or [0] of fp32
+std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal,
+                                             double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention");
   q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
   Tensor out = empty_like_rows(q, q.scalar_type());
   Tensor logsumexp = empty({size.batch, size.heads, size.queries}, ScalarType::Float);
+  bool rounds = q.scalar_type() != ScalarType::Float;
+  Tensor remainder =
+      rounds ? empty_like_rows(q, ScalarType::BFloat16) : empty({0}, ScalarType::BFloat16);
   float* all_logsumexp = static_cast<float*>(logsumexp.mutable_data_ptr());
+  Bf16* rest = static_cast<Bf16*>(remainder.mutable_data_ptr());  // in memory as out
   Heads of_q(q), of_k(k), of_v(v), to(out);
   const AttentionKernel& kernel = kernel_for(of_q.dtype);
   int64_t tiles = ceil_div(size.queries, kTileSide), total = size.batch * size.heads * tiles;
@@ -94,10 +100,11 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, 
       }
       here.rows(of_q, b, h, row, all_logsumexp + (b * size.heads + h) * size.queries + row);
       kernel.store_rows(to.dtype, here.out, here.ld.by_rows, here.factor,
-                        std::min(kTileSide, size.queries - row), size.d, to.at(b, h, row), to.row);
+                        std::min(kTileSide, size.queries - row), size.d, to.at(b, h, row), to.row,
+                        rounds ? rest + to.index(b, h, row) : nullptr);
     }
   });
-  return {out, logsumexp};
+  return {out, logsumexp, remainder};
 }
 
 }  // namespace mixprec::cpu

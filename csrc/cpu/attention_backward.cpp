@@ -33,7 +33,7 @@ struct Backward {
   int64_t keys, queries;  // padded
   Columns k, v, out_tile;
   uint32_t *k_rows, *q, *g, *q_rows, *g_rows, *weights_t, *grads, *grads_t;
-  float *scores, *of_weights, *dq, *dk, *dv, *shared;
+  float *scores, *of_weights, *dq, *dk, *dv, *shared, *carried;
   uint32_t* g_tile;
   int64_t packed_k = -1, packed_q = -1;  // the heads, of all batches
 
@@ -60,6 +60,7 @@ struct Backward {
         dk(parts.take<float>(keys * ld.by_rows)),
         dv(parts.take<float>(keys * ld.by_rows)),
         shared(parts.take<float>(queries)),
+        carried(parts.take<float>(kTileLd)),
         g_tile(parts.take<uint32_t>(out_tile.per_tile())) {
     if (kernel.pair == 1) {
       weights_t = reinterpret_cast<uint32_t*>(scores);
@@ -78,7 +79,9 @@ struct Backward {
     std::fill(dv, dv + keys * ld.by_rows, 0.0f);
   }
 
-  void pack_queries(const Heads& of_q, const Heads& of_g, const Heads& out, int64_t b, int64_t h) {
+  // outs: the result, and what rounding has cut off it.
+  void pack_queries(const Heads& of_q, const Heads& of_g, const std::vector<Heads>& outs, int64_t b,
+                    int64_t h) {
     if (packed_q == b * size.heads + h) return;
     packed_q = b * size.heads + h;
     auto pack = [&](const Heads& x, uint32_t* along, uint32_t* by_rows) {
@@ -89,10 +92,14 @@ struct Backward {
     };
     pack(of_q, q, q_rows);
     pack(of_g, g, g_rows);
+    std::fill(shared, shared + queries, 0.0f);
     for (int64_t row = 0; row < size.queries; row += kTileSide) {
+      int64_t count = std::min(kTileSide, size.queries - row);
       kernel.transpose(g + row * ld.along, ld.along, k.words, g_tile);
-      out_tile.pack(kernel, out, b, h, row, std::min(kTileSide, size.queries - row), size.d);
-      kernel.row_dots(g_tile, out_tile.data, k.words, shared + row);
+      for (const Heads& out : outs) {
+        out_tile.pack(kernel, out, b, h, row, count, size.d);
+        kernel.row_dots(g_tile, out_tile.data, k.words, shared + row);
+      }
     }
     std::fill(dq, dq + queries * ld.by_rows, 0.0f);
   }
@@ -108,7 +115,7 @@ struct Backward {
     scores_of(q, k, size.scale, scores);
     scores_of(g, v, 1.0f, of_weights);
     kernel.softmax_backward(shape, scores, of_weights, logsumexp + row, shared + row, size.scale,
-                            weights_t, grads, grads_t);
+                            carried, weights_t, grads, grads_t);
     auto add_to_keys = [&](const uint32_t* a, const uint32_t* b, float* c) {
       kernel.product({shape.keys, size.d, ceil_div(shape.rows, kernel.pair), a, kTileLd, true,
                       b + row / kernel.pair * ld.by_rows, ld.by_rows, c + key * ld.by_rows,
@@ -127,7 +134,7 @@ struct Backward {
 
   void store(const Heads& to, const float* x, int64_t b, int64_t h, Range range) {
     kernel.store_rows(to.dtype, x + range.begin * ld.by_rows, ld.by_rows, nullptr,
-                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row);
+                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row, nullptr);
   }
 };
 
@@ -162,10 +169,11 @@ std::vector<std::vector<Part>> parts_of(const Sizes& size) {
 
 }  // namespace
 
-// g and out of q's shape; the rest as of attention -> the gradients of q, k and v
+// g and out of q's shape; the remainder of out, or [0] for none; the rest as of attention -> the
+// gradients of q, k and v
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor k, Tensor v,
-                                                      Tensor out, Tensor logsumexp, bool causal,
-                                                      double scale) {
+                                                      Tensor out, Tensor logsumexp,
+                                                      Tensor remainder, bool causal, double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention_backward");
   STD_TORCH_CHECK(same_shape(g, q) && on_cpu(g) && is_float(dtype_of(g, "attention_backward")),
                   "attention_backward: g must have q's shape, fp32, bf16 or fp16");
@@ -175,6 +183,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
                       logsumexp.size(1) == size.heads && logsumexp.size(2) == size.queries &&
                       logsumexp.scalar_type() == ScalarType::Float && on_cpu(logsumexp),
                   "attention_backward: logsumexp must be fp32 [B, H, T]");
+  STD_TORCH_CHECK(remainder.scalar_type() == ScalarType::BFloat16 && on_cpu(remainder) &&
+                      (remainder.numel() == 0 || same_shape(remainder, q)),
+                  "attention_backward: remainder must be bf16, of q's shape or without elements");
   ScalarType of_grads = g.scalar_type();
   g = torch::stable::to(g, q.scalar_type());  // once: dp and sum(g * out) are of the same numbers
   g = dense_rows(g), q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
@@ -183,7 +194,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
   const float* all_logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
   Tensor dq = empty_like_rows(q, of_grads), dk = empty_like_rows(k, of_grads),
          dv = empty_like_rows(v, of_grads);
-  Heads of_g(g), of_q(q), of_k(k), of_v(v), of_out(out), to_q(dq), to_k(dk), to_v(dv);
+  Heads of_g(g), of_q(q), of_k(k), of_v(v), to_q(dq), to_k(dk), to_v(dv);
+  std::vector<Heads> outs{Heads(out)};
+  if (remainder.numel() > 0) outs.emplace_back(remainder = dense_rows(remainder));
   const AttentionKernel& kernel = kernel_for(of_q.dtype);
   for (const std::vector<Part>& parts : parts_of(size)) {
     auto run = [&](int64_t begin, int64_t end) {
@@ -193,9 +206,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
         const Part& part = parts[i];
         here.pack_keys(of_k, of_v, part.b, part.kv_head);
         for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
-          here.pack_queries(of_q, of_g, of_out, part.b, h);
+          here.pack_queries(of_q, of_g, outs, part.b, h);
           const float* of_head = all_logsumexp + (part.b * size.heads + h) * size.queries;
           for (int64_t key = part.keys.begin; key < part.keys.end; key += kTileSide) {
+            std::fill(here.carried, here.carried + kTileLd, 0.0f);
             int64_t first = causal ? std::max(key, part.rows.begin) : part.rows.begin;
             for (int64_t row = first; row < part.rows.end; row += kTileSide) {
               here.tile(part, row, key, of_head);

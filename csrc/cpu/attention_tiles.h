@@ -25,8 +25,9 @@ struct Heads {
         head(t.strides()[1]),
         row(t.strides()[2]) {}
 
+  int64_t index(int64_t b, int64_t h, int64_t t) const { return b * batch + h * head + t * row; }
   char* at(int64_t b, int64_t h, int64_t t) const {
-    return data + (b * batch + h * head + t * row) * element_size(dtype);
+    return data + index(b, h, t) * element_size(dtype);
   }
 };
 

@@ -37,19 +37,24 @@ class _Attention(torch.autograd.Function):
         ctx.causal, ctx.scale, ctx.dtypes = causal, scale, (q.dtype, k.dtype, v.dtype)
         ctx.backend = context.backend
         q, k, v = q.to(low), k.to(low), v.to(low)
-        out, logsumexp = run(q, k, v, causal, scale)
+        out, logsumexp, remainder = run(q, k, v, causal, scale)
         saved_as("scores", q, k, v)
-        saved_as("attended", out)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        saved_as("attended", out, remainder)
+        ctx.save_for_backward(q, k, v, out, logsumexp, remainder)
         return result(out, ctx.dtypes[0])
 
     @staticmethod
     @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
+        q, k, v, out, logsumexp, remainder = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        grads = attention_backward(_dense(g), q, k, v, out, logsumexp, ctx.causal, ctx.scale)
+        if out.numel() < q.numel():  # compress_saved keeps none
+            with autocast.disabled(q.device.type):
+                out, logsumexp, remainder = run(q, k, v, ctx.causal, ctx.scale)
+        grads = attention_backward(
+            _dense(g), q, k, v, out, logsumexp, remainder, ctx.causal, ctx.scale
+        )
         needs = ctx.needs_input_grad[:3]
         needed = (
             x.to(dtype) if need else None
@@ -101,9 +106,11 @@ def attention(
     lies in memory as [B, T, H, D], so that transpose(1, 2).flatten(2) is a view.
 
     Nothing of size T x S is stored: the softmax is computed tile by tile as keys are read, and
-    again in backward, from q, k, v, the result and the logsumexp of each row, which are saved.
-    Sums, maxima and exponentials are FP32. Products are FP32; of bf16 operands on an AMD processor
-    with AVX512-BF16, the weights and the gradients of scores are rounded to bf16 first. Inf and NaN
+    again in backward, from q, k, v, the result, what rounding it to 16 bits has cut off (bf16), and
+    the logsumexp of each row, which are saved. Sums, maxima and exponentials are FP32. Products are
+    FP32; of bf16 operands on an AMD processor with AVX512-BF16, the weights and the gradients of
+    scores are rounded to bf16 first. Rounding errors of the gradients have a mean of zero
+    (docs/numerics.md); where torch's kernels compute them, they are torch's. Inf and NaN
     reach the results of the rows that see them (and may reach others of the same block). Results do
     not depend on the number of threads.
 

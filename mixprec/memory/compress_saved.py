@@ -57,7 +57,7 @@ def compress_saved(
       - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
       - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
       - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - q, k or v of a fused attention, in 16 bits; in FP32, they get 16 bits;
+      - q, k or v of a fused attention, in 16 bits; in FP32, they get 16 bits, its result 12;
       - saved by an op that docs/memory.md does not list, or that torch's function modes do not see
         (another library's autograd.Function): its backward may divide by it, take its exponential
         or compare it (amax).

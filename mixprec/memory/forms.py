@@ -17,18 +17,16 @@ from .packed import Form, Make, Pieces
 
 @dataclass(frozen=True)
 class Linear(Form):
-    """Codes. dithered: rounded to BF16 at random too, for small differences of large sums."""
+    """Codes."""
 
     bits: int
-    dithered: bool = False
 
     @property
     def served_by(self) -> tuple[Form, ...]:
-        more = (8, True), (8, False), (4, False)
-        return tuple(Linear(b, d) for b, d in more if b >= self.bits and d >= self.dithered)
+        return Wide(4), *(Linear(bits) for bits in (8, 4) if bits >= self.bits)
 
     def encode(self, t: torch.Tensor, make: Make) -> Pieces:
-        return (make(t, self.bits, self.dithered),)
+        return (make(t, self.bits),)
 
     def decode(self, t: torch.Tensor) -> torch.Tensor:
         return t
@@ -153,13 +151,14 @@ class GLU(Form):
 
 @dataclass(frozen=True)
 class Wide(Form):
-    """FP32 as codes of 8 bits and codes of what they lack."""
+    """Codes of 8 bits, and codes of what they lack, in `rest` bits."""
 
+    rest: int = 8
     STEPS: ClassVar[int] = 255 * 127  # in a range: what the first lack is up to two of their steps
 
     def encode(self, t: torch.Tensor, make: Make) -> Pieces:
         codes = make(t, 8)
-        return codes, make(t - codes.unpack(), 8)
+        return codes, make(t - codes.unpack(), self.rest)
 
     def decode(self, t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         return values.plus(t, rest)
@@ -174,3 +173,16 @@ class Exact(Form):
 
     def decode(self, t: torch.Tensor) -> torch.Tensor:
         return t
+
+
+@dataclass(frozen=True)
+class Dropped(Form):
+    """Nothing: backward gets a tensor without elements, and computes t again."""
+
+    flat: ClassVar[bool] = False
+
+    def encode(self, t: torch.Tensor, make: Make) -> Pieces:
+        return (t.new_empty(0),)
+
+    def decode(self, nothing: torch.Tensor) -> torch.Tensor:
+        return nothing

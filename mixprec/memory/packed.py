@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._context import context, replaced
 from ..ops._dispatch.overlap import is_dense
 from ..ops.pack import pack, unpack
-from ..ops.saved_values import rounded_at_random
 
 
 class Codes:
@@ -27,21 +26,17 @@ class Codes:
         seed: int,
         counter: int,
         offset: torch.Tensor | None,
-        dithered: bool = False,
     ) -> None:
-        self.shape, self.dtype, self.bits, self.offset = x.shape, x.dtype, bits, offset
+        self.shape, self.dtype, self.bits = x.shape, x.dtype, bits
         self.codes, self.ranges = pack(x, bits, seed=seed, counter=counter, offset=offset)
-        self.dither = seed + counter if dithered and x.dtype == torch.bfloat16 else None
         self.backend = context.backend
 
     def unpack(self) -> torch.Tensor:
-        dtype = self.dtype if self.dither is None else torch.float32
         with replaced("backend", self.backend):
-            t = unpack(self.codes, self.ranges, self.bits, self.shape, dtype)
-        return t if self.dither is None else rounded_at_random(t, self.dither, self.offset)
+            return unpack(self.codes, self.ranges, self.bits, self.shape, self.dtype)
 
 
-Make = Callable[..., Codes]  # of (x, bits, dithered=False)
+Make = Callable[[torch.Tensor, int], Codes]  # of (x, bits)
 Pieces = tuple[Codes | torch.Tensor, ...]
 
 
@@ -127,7 +122,7 @@ class Saved(NamedTuple):
         t = self.parts.unpack()
         if self.parts.form.flat:
             return t.as_strided(self.shape, self.stride)
-        if t.stride() == self.stride:
+        if t.stride() == self.stride or t.numel() == 0:  # of `Dropped` too
             return t
         return _with_strides(t, self.stride)
 
@@ -203,10 +198,10 @@ class Packer:
         """t: dense."""
         counters = count(counter)
 
-        def make(x: torch.Tensor, bits: int, dithered: bool = False) -> Codes:
+        def make(x: torch.Tensor, bits: int) -> Codes:
             if self.seed is None:
                 self.seed = int(torch.randint(2**62, (), device="cpu"))
-            return Codes(x, bits, self.seed, next(counters), _offset(x), dithered)
+            return Codes(x, bits, self.seed, next(counters), _offset(x))
 
         pieces = form.encode(t.as_strided((t.numel(),), (1,)) if form.flat else t, make)
         return Parts(form, pieces, counter, sequence)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..ops import saved_values as values
-from .forms import GLU, Exact, Gate, Limited, Linear, Mask, Negative, Rows, Wide
+from .forms import GLU, Dropped, Exact, Gate, Limited, Linear, Mask, Negative, Rows, Wide
 from .kinds import is_result, kind_of
 from .packed import Form
 from .running import Op
@@ -69,7 +69,7 @@ _FORMS: dict[str, Form] = {
     "hardsigmoid": Mask(-3.0, 3.0, False, 0.0, -4.0),
     "relu6": Mask(0.0, 6.0, True, 3.0, -1.0),
     "prelu": Negative(8, None),
-    "attended": Linear(8, dithered=True),
+    "attended": Dropped(),
 }
 
 
@@ -182,4 +182,5 @@ def _attention(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     if any(t.is_set_to(given) for given in (q, k, v)):
         return _scores(t, op, bits)
     is_out = is_result(t, op) and type(t.grad_fn).__name__ in _FUSED
-    return Linear(bits, dithered=True) if is_out else None
+    # The gradients of q and k are small differences of large sums with the result.
+    return Wide(4) if is_out else None

@@ -39,16 +39,20 @@ def _rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Three:
     scores = _scores(q, k, causal, scale)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == torch.inf, torch.nan)  # as in softmax
     weights = (scores - logsumexp[..., None]).exp()
-    return _rows_first(weights @ _by_query_head(v, q), q.dtype), logsumexp
+    wide = _rows_first(weights @ _by_query_head(v, q), torch.float32)
+    if q.dtype == torch.float32:
+        return wide, logsumexp, q.new_empty(0, dtype=torch.bfloat16)
+    out = wide.to(q.dtype)
+    return out, logsumexp, (wide - out).to(torch.bfloat16)
 
 
 def attention_backward_reference(args: Any) -> Three:
-    g, q, k, v, out, logsumexp, causal, scale = args
+    g, q, k, v, out, logsumexp, remainder, causal, scale = args
     heads = k.shape[1], q.shape[1] // k.shape[1]
     rounded = g.to(q.dtype)  # once: of_weights and shared are of the same numbers
     wide_g = rounded.float()
@@ -57,7 +61,10 @@ def attention_backward_reference(args: Any) -> Three:
     # query that sees one key.
     of_weights = rounded.double() @ _by_query_head(v, q).double().transpose(-1, -2)
     # The gradient of softmax: sum_j of_weights_j weights_j is that of g with the output.
-    shared = (rounded.double() * out.double()).sum(-1, keepdim=True)
+    exact = out.double()
+    if remainder.numel() > 0:
+        exact = exact + remainder
+    shared = (rounded.double() * exact).sum(-1, keepdim=True)
     of_scores = weights * (of_weights - shared).float() * scale
     dq = of_scores @ _by_query_head(k, q)
     dk = (of_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
@@ -96,10 +103,17 @@ def _check_backward(args: Any) -> None:
         checks.has_dtype(op, name, x := getattr(args, name), dtype)
         checks.has_shape(op, name, x, shape, meaning)
         checks.on_device(op, name, x, q.device, "q")
+    checks.has_dtype(op, "remainder", args.remainder, (torch.bfloat16,))
+    checks.on_device(op, "remainder", args.remainder, q.device, "q")
+    if args.remainder.shape != (0,):
+        checks.has_shape(op, "remainder", args.remainder, q.shape, "q's shape or [0]")
 
 
-def _fake(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_rows_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _fake(q: torch.Tensor) -> Three:
+    remainder = q.new_empty(0, dtype=torch.bfloat16)
+    if q.dtype != torch.float32:
+        remainder = _empty_rows_first(q, torch.bfloat16)
+    return _empty_rows_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32), remainder
 
 
 def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
@@ -109,7 +123,8 @@ def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 attention_op = Op(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor out, Tensor logsumexp)",
+    "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> "
+    "(Tensor out, Tensor logsumexp, Tensor remainder)",
     reference=attention_reference,
     fake=_fake,
     check=partial(_check_operands, "attention"),
@@ -117,8 +132,8 @@ attention_op = Op(
 )
 attention_backward_op = Op(
     "attention_backward",
-    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, bool causal, "
-    "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor remainder, "
+    "bool causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     reference=attention_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
@@ -127,13 +142,15 @@ attention_backward_op = Op(
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, logsumexp): softmax(q k^T * scale) v, and the logsumexp of each row of scores.
+) -> Three:
+    """Return (out, logsumexp, remainder): softmax(q k^T * scale) v, the logsumexp of each row of
+    scores, and what rounding has cut off out.
 
     q: [B, H, T, D]; k, v: [B, H_kv, S, D], of one dtype, fp32, bf16 or fp16; any strides, H a
     multiple of H_kv. out: q's shape and dtype, in memory as [B, T, H, D]; logsumexp: fp32
-    [B, H, T]. mixprec.functional.attention says more, and has a derivative. Inside torch.autocast
-    q, k and v are first cast to its dtype. TypeError or ValueError names an invalid argument.
+    [B, H, T]; remainder: bf16, of q's shape, in memory as out; of fp32 without elements, [0].
+    mixprec.functional.attention says more, and has a derivative. Inside torch.autocast q, k and v
+    are first cast to its dtype. TypeError or ValueError names an invalid argument.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.is_tensor("attention", name, x)
@@ -141,8 +158,8 @@ def attention(
     device = q.device.type
     if autocast.is_on(device):
         q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
-    out, logsumexp = attention_op(q, k, v, causal, scale)
-    return out, logsumexp
+    out, logsumexp, remainder = attention_op(q, k, v, causal, scale)
+    return out, logsumexp, remainder
 
 
 def attention_backward(
@@ -152,16 +169,18 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
+    remainder: torch.Tensor,
     causal: bool,
     scale: float,
 ) -> Three:
     """Return (dq, dk, dv), the gradients of q, k and v where g is that of out.
 
     g: q's shape; fp32, bf16 or fp16, which is the dtype of the results; it is first rounded to that
-    of q. The other arguments: as `attention` took and returned them. The results lie in memory as
-    [B, T, H, D]. TypeError or ValueError names an invalid argument.
+    of q. The other arguments: as `attention` took and returned them; a remainder [0] stands for one
+    of zeros. The results lie in memory as [B, T, H, D]. TypeError or ValueError names an invalid
+    argument.
     """
     checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)
-    dq, dk, dv = attention_backward_op(g, q, k, v, out, logsumexp, causal, scale)
+    dq, dk, dv = attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
     return dq, dk, dv

@@ -86,23 +86,3 @@ def not_normalized(
     """t * std + mean. Changes t. A number does not become Inf."""
     largest = torch.finfo(dtype).max
     return t.mul_(std).add_(mean).clamp_(-largest, largest).to(dtype)
-
-
-_FACTOR = 0xBF58476D1CE4E5B9
-
-
-def rounded_at_random(
-    t: torch.Tensor, number: int, offset: torch.Tensor | None = None
-) -> torch.Tensor:
-    """fp32 to bf16, up or down, so that the mean over `number` is t. offset: int64 [1] on t's
-    device, added to number. Changes t."""
-    hashed = number * _FACTOR + 0x94D049BB133111EB
-    start: int | torch.Tensor = (hashed % 2**64 >> 32) - 2**31
-    if offset is not None:  # int64 wraps around as well
-        mixed = offset * (_FACTOR - 2**64) + ((hashed + 2**63) % 2**64 - 2**63)
-        start = ((mixed >> 32 & 0xFFFFFFFF) - 2**31).to(torch.int32)
-    noise = torch.arange(t.numel(), dtype=torch.int32, device=t.device).mul_(-0x61C88647)
-    noise = noise.add_(start).bitwise_right_shift_(16).bitwise_and_(0xFFFF).view_as(t)
-    largest = torch.finfo(torch.bfloat16).max
-    bits = t.clamp_(-largest, largest).view(torch.int32).add_(noise).bitwise_and_(-0x10000)
-    return bits.view(torch.float32).bfloat16()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import mixprec
 from mixprec.functional import attention, mlp, norm_linear
-from mixprec.ops.saved_values import rounded_at_random
 
 ROWS, WIDTH = 32, 256
 SDPA = F.scaled_dot_product_attention
@@ -145,20 +144,22 @@ def mha(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention(function: Any, dtype: torch.dtype) -> None:
     """A fused backward takes exp(q k^T - logsumexp): errors of q k^T are no longer weights."""
-    # In torch 2.11 the errors of its layer in BF16 are a quarter larger than later.
-    first = 0.12 if function is mha and dtype == torch.bfloat16 else 0.1
-    for largest, bound in ((400, first), (1000, 0.25)):
-        qkv, seeds = heads(largest, dtype).requires_grad_(), 100 if function is mha else 200
+    for largest, bound in ((400, 0.015), (1000, 0.04)):
+        qkv, seeds = heads(largest, dtype).requires_grad_(), 100
 
         def run(qkv: torch.Tensor = qkv) -> torch.Tensor:
             return function(*(qkv * 1).permute(2, 0, 3, 1, 4))
 
         exact, error = errors(run, qkv, "int8", seeds, torch.randn_like)
         exact, error = exact[:, :, 0].double(), error[:, :, :, 0].double()
+        if function is attention:  # which computes its result again, of q, k and v that are kept
+            assert not error.any()
+            continue
         assert error.square().sum((1, 2, 3, 4)).sqrt().mean() < bound * exact.norm()
-        assert_independent(error)
+        if dtype == torch.float32:
+            assert_independent(error)
         along = (error * exact).sum((1, 2, 3, 4)) / exact.square().sum()
-        own = 0.0 if dtype == torch.float32 else 0.0007  # of BF16's products against FP32's
+        own = 0.0 if dtype == torch.float32 else 0.0007  # of rounding to BF16
         assert abs(float(along.mean())) < 3 * float(along.std()) / seeds**0.5 + own
 
 
@@ -220,12 +221,3 @@ EXACT = [
 def test_what_codes_would_change_is_kept(function: Any, x: torch.Tensor) -> None:
     x = x.clone().requires_grad_()
     assert torch.equal(gradient(function, x, "int8"), gradient(function, x, None))
-
-
-def test_what_a_graph_adds_to_the_numbers() -> None:
-    """An offset on the device is the same as a larger number."""
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    for number, offset in ((0, 1), (5, 2**62 - 1), (2**62 + 7, 2**62), (-3, 0)):
-        got = rounded_at_random(x.clone(), number, torch.tensor([offset]))
-        assert torch.equal(got, rounded_at_random(x.clone(), number + offset))
-        assert not torch.equal(got, rounded_at_random(x.clone(), number + offset + 1))

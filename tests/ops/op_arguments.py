@@ -61,8 +61,8 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op in ("attention", "attention_backward"):
         q = tensor((2, 4, 5, 8), dtype, arrangement)
         k, v = (tensor((q.shape[0], 2, 7, 8), dtype, arrangement) for _ in range(2))
-        out, logsumexp = OPS["attention"].handle()(q, k, v, True, 0.25)
-        more = (q.clone(), q, k, v, out, logsumexp) if op != "attention" else (q, k, v)
+        results = OPS["attention"].handle()(q, k, v, True, 0.25)
+        more = (q.clone(), q, k, v, *results) if op != "attention" else (q, k, v)
         return *more, True, 0.25
     if op == "rotary":
         return tensor((2, 3, 5, 8), dtype, arrangement), one.expand(5, 4), one.expand(5, 4), False

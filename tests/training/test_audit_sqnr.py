@@ -498,3 +498,22 @@ def test_a_large_product_is_what_its_operands_give(way: str) -> None:
 
     assert 0.0 < audited(Shadow).beyond < 1.5
     assert audited(Faulty).beyond > 2.0
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        y: torch.Tensor = mixprec.functional.attention(q, k, v).float().square().mean()
+        return y
+
+
+def test_attention_is_computed_again_without_the_remainder_of_its_result() -> None:
+    """In FP32 it has none: the remainder of the result in 16 bits would be an error."""
+    torch.manual_seed(0)
+    audit = mixprec.audit(Attends().bfloat16(), torch.randn(2, 16, 32).bfloat16(), sqnr=True)
+    assert not any("Not computed again" in note for note in audit.notes)
+    assert "attention, backward" in str(audit)

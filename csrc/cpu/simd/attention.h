@@ -66,16 +66,19 @@ struct AttentionKernel {
   void (*softmax)(const TileShape&, float* scores, float* maximum, float* sum, float* factor,
                   uint32_t* weights);
   // Scores to weights and of_weights to the gradients of the scores: in place for pair = 1, else
-  // in words: of adjacent rows (weights_t, grads_t) and along the rows (grads).
+  // in words: of adjacent rows (weights_t, grads_t) and along the rows (grads). carried: by how
+  // much the rounded weights of each key add up to too little so far; read and written for pair
+  // = 2.
   void (*softmax_backward)(const TileShape&, float* scores, float* of_weights,
-                           const float* logsumexp, const float* shared, float scale,
+                           const float* logsumexp, const float* shared, float scale, float* carried,
                            uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t);
-  // out[row] = sum of x * y of kTileSide rows, both as `transpose` left them: the bits of that
+  // out[row] += sum of x * y of kTileSide rows, both as `transpose` left them: the bits of that
   // element of a product of the two.
   void (*row_dots)(const uint32_t* x, const uint32_t* y, int64_t words, float* out);
-  // out[row] <- x[row][ld] * factor[row]; null: 1
+  // out[row] <- x[row][ld] * factor[row]; null: 1. remainder: null, or what rounding has cut off,
+  // in rows `stride` elements apart.
   void (*store_rows)(Dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
-                     int64_t d, void* out, int64_t stride);
+                     int64_t d, void* out, int64_t stride, Bf16* remainder);
 };
 
 }  // namespace mixprec::cpu

@@ -210,12 +210,20 @@ void row_dots(const uint32_t* x, const uint32_t* y, int64_t words, float* out) {
       acc = multiply_add(acc, load(reinterpret_cast<const float*>(x) + at),
                          load(reinterpret_cast<const float*>(y) + at));
     }
-    store(out + row, acc);
+    store(out + row, load(out + row) + acc);
+  }
+}
+
+template <class T>
+inline void store_remainder(const float* __restrict x, float factor, const T* __restrict rounded,
+                            Bf16* __restrict remainder, int64_t d) {
+  for (int64_t i = 0; i < d; ++i) {
+    remainder[i] = Convert<Bf16>::encode(x[i] * factor - decode(rounded[i]));
   }
 }
 
 void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
-                int64_t d, void* out, int64_t stride) {
+                int64_t d, void* out, int64_t stride, Bf16* remainder) {
   with_float(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     for (int64_t r = 0; r < rows; ++r) {
@@ -224,6 +232,7 @@ void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, in
       prefetch_row<1>(to + kHeadRowsAhead * stride, d);
       const float by = factor == nullptr ? 1.0f : factor[r];
       for (int64_t i = 0; i < d; ++i) to[i] = Convert<T>::encode(from[i] * by);
+      if (remainder != nullptr) store_remainder(from, by, to, remainder + r * stride, d);
     }
   });
 }

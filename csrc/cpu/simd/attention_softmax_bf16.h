@@ -60,10 +60,26 @@ struct BackwardRow {
   }
 };
 
+// Rounds `weights` of a query, with what was carried from the queries before it, to BF16, and
+// carries what that cuts off. The sums over queries, which are those of dv, keep the sums of the
+// weights.
+inline Vec rounded_weights(Vec weights, float* carried) {
+  const Vec x = weights + load(carried);
+  // (2^16 + 1) x, rounded to 24 bits, less 2^16 x: x rounded to 8 bits.
+  const Vec rounded = fma(x, broadcast(-65536.0f), x * broadcast(65537.0f));
+  store(carried, x - rounded);
+  return rounded;
+}
+
+// Word i: low[i], high[i], which are BF16 numbers.
+inline void store_bf16_pairs(uint32_t* out, Vec low, Vec high) {
+  store_words(out, (Words32)((Uints16)low >> 16 | (Uints16)high));
+}
+
 // Two rows at a time, 32 columns of each.
 void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
-                      const float* logsumexp, const float* shared, float scale, uint32_t* weights_t,
-                      uint32_t* grads, uint32_t* grads_t) {
+                      const float* logsumexp, const float* shared, float scale, float* carried,
+                      uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t) {
   auto row_at = [&](int64_t r) -> BackwardRow {
     bool exists = r < tile.rows;
     return {scores + r * kTileLd,
@@ -85,7 +101,9 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
                         high.grads(i + 16, w[3])};
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
-        store_pairs(weight_pairs + i + j * 16, w[j], w[j + 2]);
+        float* of_keys = carried + i + j * 16;
+        const Vec first = rounded_weights(w[j], of_keys);
+        store_bf16_pairs(weight_pairs + i + j * 16, first, rounded_weights(w[j + 2], of_keys));
         store_pairs(grad_pairs + i + j * 16, g[j], g[j + 2]);
       }
       store_words(of_low + i / 2, in_bf16(g[0], g[1]));
@@ -100,9 +118,9 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
 
 // As store_rows; bf16 numbers are rounded 32 at a time.
 void store_rows_bf16(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
-                     int64_t d, void* out, int64_t stride) {
+                     int64_t d, void* out, int64_t stride, Bf16* remainder) {
   if (dtype != Dtype::bf16 || d % 32 != 0) {
-    return store_rows(dtype, x, ld, factor, rows, d, out, stride);
+    return store_rows(dtype, x, ld, factor, rows, d, out, stride, remainder);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float* from = x + r * ld;
@@ -113,6 +131,8 @@ void store_rows_bf16(Dtype dtype, const float* x, int64_t ld, const float* facto
       Words32 numbers = in_bf16(load(from + i) * by, load(from + i + 16) * by);
       __builtin_memcpy(to + i, &numbers, sizeof numbers);
     }
+    if (remainder == nullptr) continue;
+    store_remainder(from, factor == nullptr ? 1.0f : factor[r], to, remainder + r * stride, d);
   }
 }
 

@@ -34,7 +34,7 @@ void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, f
 }
 
 void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
-                      const float* logsumexp, const float* shared, float scale, uint32_t*,
+                      const float* logsumexp, const float* shared, float scale, float*, uint32_t*,
                       uint32_t*, uint32_t*) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     float *weight = scores + r * kTileLd, *grad = of_weights + r * kTileLd;

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 
 from ...formats import FORMATS, Format
 from ...ops._reference.block_formats import BLOCK_FORMATS, BlockFormat, name_of
-from ...ops.attention import attention_backward_op, attention_op
 from ...ops.cross_entropy import cross_entropy_backward_op, cross_entropy_op
 from ...ops.norm_quantize import norm_backward_op
 from ...ops.quantize_mx import quantize_mx_op
@@ -22,8 +21,7 @@ from .values import FLOATS
 Cast = Format | BlockFormat
 aten = torch.ops.aten
 # Of FP32, by the op itself.
-_SAME = (attention_op, attention_backward_op, cross_entropy_op, cross_entropy_backward_op,
-         rotary_op, norm_backward_op)  # fmt: skip
+_SAME = (cross_entropy_op, cross_entropy_backward_op, rotary_op, norm_backward_op)
 _VARIANTS = ("cpp", "reference", "triton", "vendor")
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ...ops._reference import recurrent, scale_layout
 from ...ops.act_quantize import act_backward_op, act_quantize_op
+from ...ops.attention import attention_backward_op, attention_op
 from ...ops.dequantize import dequantize_op
 from ...ops.dequantize_mx import dequantize_mx_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
@@ -190,6 +191,19 @@ def _recurrent(steps: Callable[[Any], tuple[torch.Tensor, ...]]) -> Rule:
     return rule
 
 
+def _attention(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
+    q, k, v = (value(args[name]) for name in ("q", "k", "v"))
+    out, logsumexp, _ = attention_op(q, k, v, args["causal"], args["scale"])
+    return [out, logsumexp, None]
+
+
+def _attention_backward(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
+    """In FP32 rounding cuts nothing off the result."""
+    floats = (value(args[name]) for name in ("g", "q", "k", "v", "out", "logsumexp"))
+    none = args["remainder"].new_empty(0)
+    return list(attention_backward_op(*floats, none, args["causal"], args["scale"]))
+
+
 def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
@@ -200,6 +214,8 @@ PRODUCTS: dict[Any, Rule] = {
     gemm_accumulate_op: _gemm_accumulate,
     gemm_grouped_op: _gemm_grouped,
     gemm_grouped_accumulate_op: _gemm_grouped_accumulate,
+    attention_op: _attention,
+    attention_backward_op: _attention_backward,
     recurrent_op: _recurrent(recurrent.forward),
     recurrent_backward_op: _recurrent(recurrent.backward),
 }

@@ -98,7 +98,8 @@ def attention_backward(device: str) -> Iterator[Arguments]:
         drawn = torch.randint(-1, 2, (2, *q.shape), generator=generator, device="cpu")
         logsumexp = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
         g, out = drawn.to(device, q.dtype)
-        yield [g.float() if causal else g, q, k, v, out, logsumexp, causal, scale]
+        remainder = g.bfloat16() * 0.5 if q.dtype != torch.float32 else g.new_empty(0).bfloat16()
+        yield [g.float() if causal else g, q, k, v, out, logsumexp, remainder, causal, scale]
 
 
 def rotary(device: str) -> Iterator[Arguments]:
