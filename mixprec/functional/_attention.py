@@ -39,7 +39,8 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.to(low), k.to(low), v.to(low)
         out, logsumexp, remainder = run(q, k, v, causal, scale)
         saved_as("scores", q, k, v)
-        saved_as("attended", out, remainder)
+        saved_as("attended", out)
+        saved_as("attended_remainder", remainder)
         ctx.save_for_backward(q, k, v, out, logsumexp, remainder)
         return result(out, ctx.dtypes[0])
 
@@ -49,9 +50,6 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, logsumexp, remainder = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        if out.numel() < q.numel():  # compress_saved keeps none
-            with autocast.disabled(q.device.type):
-                out, logsumexp, remainder = run(q, k, v, ctx.causal, ctx.scale)
         grads = attention_backward(
             _dense(g), q, k, v, out, logsumexp, remainder, ctx.causal, ctx.scale
         )

@@ -177,7 +177,7 @@ class Exact(Form):
 
 @dataclass(frozen=True)
 class Dropped(Form):
-    """Nothing: backward gets a tensor without elements, and computes t again."""
+    """Nothing: backward gets a tensor without elements, which stands for zeros."""
 
     flat: ClassVar[bool] = False
 

@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     # Products of two activations are those of attention, where softmax amplifies errors.
     "attention": (
         *("attention", "scaled_dot_product_attention", "softmax"),
-        *("scores", "attended"),
+        *("scores", "attended", "attended_remainder"),
         *("matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     ),
     "activation": (
@@ -45,8 +45,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 _KIND = {name: kind for kind, names in KINDS.items() for name in names}
 OF_MODULES = {"mlp", "norm_linear", "hidden", "gate", "normalized"}  # several as one function
 # Names that only functions of mixprec give to what they save: torch.norm is another function.
-_OURS = OF_MODULES | {"attention", "grouped_linear", "scores", "attended", "norm"}
-_OURS |= {"linear_cross_entropy"}
+_OURS = OF_MODULES | {"attention", "scores", "attended", "attended_remainder", "norm"}
+_OURS |= {"grouped_linear", "linear_cross_entropy"}
 
 
 def _functions() -> Iterator[tuple[Callable[..., Any], str]]:

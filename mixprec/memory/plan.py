@@ -69,7 +69,9 @@ _FORMS: dict[str, Form] = {
     "hardsigmoid": Mask(-3.0, 3.0, False, 0.0, -4.0),
     "relu6": Mask(0.0, 6.0, True, 3.0, -1.0),
     "prelu": Negative(8, None),
-    "attended": Dropped(),
+    # The gradients of q and k are small differences of large sums with it.
+    "attended": Wide(4),
+    "attended_remainder": Dropped(),
 }
 
 
@@ -182,5 +184,4 @@ def _attention(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     if any(t.is_set_to(given) for given in (q, k, v)):
         return _scores(t, op, bits)
     is_out = is_result(t, op) and type(t.grad_fn).__name__ in _FUSED
-    # The gradients of q and k are small differences of large sums with the result.
-    return Wide(4) if is_out else None
+    return _FORMS["attended"] if is_out else None

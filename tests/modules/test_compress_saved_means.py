@@ -152,9 +152,6 @@ def test_attention(function: Any, dtype: torch.dtype) -> None:
 
         exact, error = errors(run, qkv, "int8", seeds, torch.randn_like)
         exact, error = exact[:, :, 0].double(), error[:, :, :, 0].double()
-        if function is attention:  # which computes its result again, of q, k and v that are kept
-            assert not error.any()
-            continue
         assert error.square().sum((1, 2, 3, 4)).sqrt().mean() < bound * exact.norm()
         if dtype == torch.float32:
             assert_independent(error)
