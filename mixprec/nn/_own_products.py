@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .. import _originals, functional
 from .._local_gradients import PLAIN
+from .._modes import not_compiled
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._layer import Layer
@@ -34,6 +35,7 @@ class OwnProducts(TorchFunctionMode):
         self.layer, self.recipe, self.code, self.found = layer, recipe, code, False
         self.grad = torch.is_grad_enabled()
 
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # of compiled code: a checkpoint, a branch

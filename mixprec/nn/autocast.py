@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _originals
+from .. import _modes, _originals
 from .._context import context, replaced
 from ..recipes import Recipe
 from . import _region
@@ -51,6 +51,7 @@ _FP32_FUNCTIONS: frozenset[Any] = frozenset(
 )
 
 
+@_modes.nor_below
 def _to_fp32(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW else value
@@ -97,9 +98,10 @@ class autocast(_region.Region):
         super().__init__((self.recipe or _region.OWN) if enabled else None)
         self.enabled = enabled
 
+    @_modes.not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.enabled:
+        if not self.enabled and func not in _originals.BACKWARD:
             # Regions around this one leave the op alone too.
             with replaced("plain", True):
                 return super().__torch_function__(func, types, args, kwargs)
