@@ -145,10 +145,10 @@ class _Recomputed:
         self.blocks = [m for m in _get_current_function_mode_stack() if isinstance(m, Block)]
 
     @not_compiled
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = _get_current_function_mode_stack()
         with only([m for m in stack if not isinstance(m, Block)] + self.blocks):
-            return self.function(*args)
+            return self.function(*args, **kwargs)
 
 
 @functools.cache

@@ -117,6 +117,7 @@ def compare(seed: int) -> None:
             assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), (seed, regions, how)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_random_checkpoints_have_the_gradients_of_none(count: int) -> None:
     for seed in range(count):

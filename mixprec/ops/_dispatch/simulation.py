@@ -33,8 +33,8 @@ class simulate(Block):
 
     Only GEMMs of this library on a CPU are simulated, not torch's own ops, not convolutions, and of
     recurrent layers not the products of the state. A backward pass uses what its forward pass was
-    in; with torch.utils.checkpoint, and for second derivatives, call it inside the block too. The
-    block holds for the thread that entered it; blocks nest; leaving one, also by an exception,
+    in, and so does torch.utils.checkpoint; for second derivatives, call it inside the block too.
+    The block holds for the thread that entered it; blocks nest; leaving one, also by an exception,
     restores the one before. ValueError for another arch.
     Sources: arXiv 2512.07004, arXiv 2511.10909.
     """
