@@ -39,14 +39,19 @@ class AttentionMode(_region.SeesRegions):
         """Whether a mode that has begun is right for layers of `recipe` that run now."""
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, AttentionMode):
-                return mode.recipe == recipe and mode.around == _surroundings()
+                return mode.recipe == recipe and mode.is_unchanged()
         return False
+
+    @nor_below
+    def is_unchanged(self) -> bool:
+        # No checkpoint but those that it traces itself is around code that torch.compile traces.
+        return torch.compiler.is_compiling() or self.around == _surroundings()
 
     @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = recipe = None
-        if func is _SDPA and self.around == _surroundings():
+        if func is _SDPA and self.is_unchanged():
             recipe = _region.recipe_here(self.recipe, self.region)
             operands = None if recipe is None else _operands(*args, **kwargs)
         if recipe is None or operands is None:

@@ -22,23 +22,25 @@ import mixprec
 PACKAGE = str(Path(mixprec.__file__).parent)
 
 
-def run(seed: int) -> None:
+def run(seed: int) -> bool:
+    """Whether there was something to compare."""
     feature = [*FEATURES][seed % len(FEATURES)]
     fuse, backend = (seed // 6) % 2 == 0, ("eager", "aot_eager")[(seed // 12) % 2]
     different = compare(seed, fuse, feature, backend)
     assert not different, (seed, fuse, feature, backend, different)
+    return different is not None
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_compiled_programs(seed: int) -> None:
-    run(seed)
+    assert run(seed)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("part", range(1, 25))
+@pytest.mark.parametrize("part", range(1, 26))
 def test_three_hundred_compiled_programs(part: int) -> None:
-    for seed in range(12 * part, 12 * part + 12):
-        run(seed)
+    """torch.compile raises an error for some: two calls of one layer in 16 bits in a graph."""
+    assert sum(run(seed) for seed in range(12 * part, 12 * part + 12)) > 4
 
 
 class Broken(nn.Module):
