@@ -207,7 +207,7 @@ class Convolution(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         main_grad, delayed, quantized_weight, name, _ = product
-        ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
+        ctx.recipe, ctx.layer, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
         x_layout, ctx.x_layout = Layout.both(x, "x", recipe)
         w_layout, ctx.w_layout = Layout.both(weight, "w", recipe)
@@ -270,7 +270,7 @@ def _gradients(
         g, x, w = g.float(), x.float(), w.float()
     for kind, need in (("grad_input", need_x), ("grad_weight", need_w)):
         if need:
-            observe(kind, ctx.recipe, ctx.name)
+            observe(kind, ctx.recipe, ctx.layer)
     mask = [need_x, need_w, False]
     with autocast.disabled(g.device.type):  # which mixes up dtypes in grouped transposed ones
         grads = _aten.convolution_backward.default(g, x, w, None, *ctx.geometry.for_aten(), mask)

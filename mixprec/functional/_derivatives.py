@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.autograd import function
 
 from .._context import context, replaced
+from .._modes import nor_below
 from ..memory.running import running
 from ._transforms import run_transformed
 
@@ -43,17 +45,62 @@ def is_twice_differentiable() -> bool:
 
 def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of backward(ctx, ...): its ops run on ctx.backend, which forward took from
-    `context.backend`, and not on that of the thread that it runs on."""
+    `context.backend`, and not on that of the thread that it runs on. It gets gradients that torch
+    has batched (is_grads_batched, jacobian(vectorize=True)) one by one."""
 
+    @nor_below
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
         # Compiled code is traced inside the block of its forward pass.
-        if torch.compiler.is_compiling() or ctx.backend == context.backend:
+        if torch.compiler.is_compiling():
             return backward(ctx, *grads)
+        batched = any(map(_is_batched, grads))
+        run = functools.partial(_one_by_one, backward) if batched else backward
+        if ctx.backend == context.backend:
+            return run(ctx, *grads)
         with replaced("backend", ctx.backend):
-            return backward(ctx, *grads)
+            return run(ctx, *grads)
 
     return wrapper
+
+
+def _is_batched(g: Any) -> bool:
+    return g is not None and torch._C._functorch.is_legacy_batchedtensor(g)
+
+
+class _ReadOnce:
+    """A ctx, whose saved tensors a checkpoint lets be read once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _one_by_one(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
+    for state in (ctx, *getattr(ctx, "products", ())):
+        if any(getattr(state, name, None) is not None for name in ("main_grad", "delayed")):
+            raise RuntimeError(
+                "is_grads_batched: layers that keep state (main_grad, delayed scales) take one "
+                "gradient at a time: call torch.autograd.grad for each"
+            )
+
+    def batches(level: int) -> list[Any]:
+        return [torch._remove_batch_dim(g, level, 1, 0) if _is_batched(g) else g for g in grads]
+
+    # Which level of vmap it is cannot be asked for.
+    level = next(n for n in itertools.count(1) if not any(map(_is_batched, batches(n))))
+    known, given = _ReadOnce(ctx), batches(level)
+    sizes = [len(b) if _is_batched(g) else None for b, g in zip(given, grads, strict=True)]
+    results = [
+        backward(known, *(b if n is None else b[i] for b, n in zip(given, sizes, strict=True)))
+        for i in range(max(n for n in sizes if n is not None))
+    ]
+    return tuple(
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*results, strict=True)
+    )
 
 
 class _Gradients(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._context import context, replaced
+from .._modes import nor_below
 from . import kinds
 from .packed import Kept, Packer, Saved
 from .plan import form_of
@@ -126,6 +127,7 @@ def _hooks(
     for module, own in (by_module or {}).items():
         by_param.update((p, own) for p in module.parameters(recurse=False))
 
+    @nor_below
     def pack(t: torch.Tensor) -> Kept | Saved:
         op, form = current(t), None
         number = _mode_of(op, modes, by_param)
@@ -160,6 +162,7 @@ class _Modes(threading.local):
             self.stack.pop()
 
 
+@nor_below
 def _unpack(saved: Kept | Saved) -> torch.Tensor:
     with torch.no_grad():
         return saved.unpack()
@@ -184,6 +187,7 @@ class ModuleHook:
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
 
+    @nor_below
     def __call__(self, *_: object) -> None:
         self.call()
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _originals
 from .._context import context, replaced
+from .._modes import Mode, nor_below, not_compiled, without_dispatch
 
 _MHA = _originals.functional.multi_head_attention_forward
 
@@ -44,6 +43,7 @@ def current(t: torch.Tensor | None = None) -> Op | None:
     return op and next((part for saved, part in op.parts if saved is t), op)
 
 
+@nor_below
 def _op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     return Op(name, args, kwargs, _get_sequence_nr(), [], [])
 
@@ -81,7 +81,7 @@ def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
     return op is None or any(base is a or base is a._base for a in given)
 
 
-class Watch(TorchFunctionMode):
+class Watch(Mode):
     """Makes each function of torch that `names` knows the current op while it runs. The others are
     ops without a name."""
 
@@ -90,6 +90,7 @@ class Watch(TorchFunctionMode):
         self.names = names
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
@@ -107,11 +108,3 @@ class Watch(TorchFunctionMode):
         if plain and not any(result is arg for arg in args):
             self.made[result] = None
         return result
-
-
-def without_dispatch(func: Any) -> Any:
-    """A function of torch in Python that does not ask the function modes about itself."""
-    names = {**func.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._modes import is_watched
 from .._originals import CALL
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._fused import Norm, run_fused
@@ -117,7 +118,7 @@ class Part:
         """Whether it runs as one function here; else its modules are to be called one by one."""
         if self.why_not_fused() is not None or _has_any_global_hook():
             return False
-        if type(x) not in PLAIN or is_twice_differentiable() or _region.is_watched():
+        if type(x) not in PLAIN or is_twice_differentiable() or is_watched():
             return False
         if self.norm is not None:
             spec = norm_of(self.norm)

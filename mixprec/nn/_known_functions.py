@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._modes import is_watched
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._rotary import rotary
 from ..ops._dispatch import checks
@@ -106,6 +107,6 @@ def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         and _region.current_region() is None
         and not _region.is_for_onnx()
         and not is_twice_differentiable()
-        and not _region.is_watched()
+        and not is_watched()
         and not torch._C._are_functorch_transforms_active()
     )

@@ -12,8 +12,10 @@ from .. import scaling
 from ..functional._arguments import watch_main_grad
 from ..functional.operands import Delayed, Operand
 from ..ops._dispatch import autocast
+from ..ops._dispatch.checks import NOT_TRACED
 from ..recipes import Recipe
 from . import _loss_scaling
+from ._region import recipe_here
 from ._subclass import class_for, inject_parametrizations, names_of
 
 CLIPPED = "clipped"  # the buffer, int64 []
@@ -87,6 +89,13 @@ class Layer(torch.nn.Module):
     _path = ""
     _is_override = False  # convert has its recipe from overrides
     _quantized_weight: QuantizedWeight | None = None
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        """What torch.jit.script and torch.jit.trace read first."""
+        if recipe_here(self._recipe) is None:
+            return []
+        raise RuntimeError(f"torch.jit: {type(self).__name__} is a layer of mixprec, {NOT_TRACED}")
 
     @property
     def recipe(self) -> Recipe:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..functional.operands import share_casts
-from . import _region
 from ._fused_forward import FusedForward
 from ._layer import Layer
 from ._sdpa import AttentionMode
@@ -39,8 +38,6 @@ class Marked(FusedForward):
         layers = [*own_layers(self.module)]
         layer = layers[0] if layers else next(layers_in(self.module), None)
         with ExitStack() as stack:
-            if not torch.compiler.is_compiling():
-                stack.enter_context(_region.with_modes())
             if layer is not None and not AttentionMode.serves(layer.recipe):
                 stack.enter_context(AttentionMode(layer.recipe))
             if len(layers) > 1 and not torch.compiler.is_compiling():

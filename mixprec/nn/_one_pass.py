@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._modes import is_watched
 from ..functional._activation import Activation
 from ..functional._derivatives import apply, is_twice_differentiable
 from ..functional._norm import RowNorm
@@ -68,6 +69,6 @@ def _is_one_pass(x: torch.Tensor) -> bool:
         and not _region.is_for_onnx()
         and (x.is_cpu or not autocast.is_on(x.device.type))
         and not is_twice_differentiable()
-        and not _region.is_watched()
+        and not is_watched()
         and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
     )

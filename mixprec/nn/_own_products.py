@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .. import _originals, functional
 from .._local_gradients import PLAIN
+from .._modes import not_compiled
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._layer import Layer
@@ -35,6 +36,7 @@ class OwnProducts(TorchFunctionMode):
         self.layer, self.recipe, self.code, self.found = layer, recipe, code, False
         self.grad = torch.is_grad_enabled()
 
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # of compiled code: a checkpoint, a branch

@@ -1,8 +1,4 @@
-"""The recipe of the current `autocast` region.
-
-A region is a torch function mode: torch keeps these per thread, hands those of the caller of
-backward() to the threads that run it, and torch.compile guards on them.
-"""
+"""The recipe of the current `autocast` region."""
 
 from __future__ import annotations
 
@@ -10,23 +6,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.overrides import _get_current_function_mode_stack
 
+from .._modes import Block, Mode, follow_checkpoints, nor_below, not_compiled
 from .._originals import functional
-from ..memory.running import Watch
-from ..ops._dispatch import simulation
 from ..recipes import Recipe
 
 OWN = object()
 _SDPA = functional.scaled_dot_product_attention
+follow_checkpoints()
 
 
-class SeesRegions(TorchFunctionMode):
+class SeesRegions(Mode):
     """A mode that has to know of regions that began after it, which torch hides from it."""
 
     region: Region | None = None  # the innermost of these, while it passes a function on
 
+    @not_compiled
     def inside_of(self, region: Region, func: Any, *args: Any, **kwargs: Any) -> Any:
         self.region = region
         try:
@@ -35,32 +31,24 @@ class SeesRegions(TorchFunctionMode):
             self.region = None
 
 
-class Region(TorchFunctionMode):
+class Region(Block):
     """inside: what layers use; OWN: their own recipe; None: they compute as torch's modules."""
 
     def __init__(self, inside: Recipe | object | None) -> None:
         super().__init__()
         self.inside = inside
 
+    def in_backward(self) -> Region:
+        return Region(self.inside)
+
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = traceable(func), kwargs or {}
         if func is _SDPA:
             for mode in reversed(_get_current_function_mode_stack()):
                 if isinstance(mode, SeesRegions) and mode.region is None:
                     return mode.inside_of(self, func, *args, **kwargs)
-        if not simulation.runs_layers(func):
-            return func(*args, **kwargs)
-        # torch runs func outside of this mode; layers that it runs are to see the region.
-        with self, torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-
-
-class Passive(TorchFunctionMode):
-    """A mode that needs no functions of torch in place of those of fused layers."""
-
-
-# Those that see nothing of what a layer computes.
-_MODES = (Region, SeesRegions, Passive, Watch, simulation.simulate, DeviceContext)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def is_for_onnx() -> bool:
@@ -68,12 +56,14 @@ def is_for_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
+@nor_below
 def current_region() -> Region | None:
     """The innermost region of this thread."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode for mode in modes if isinstance(mode, Region)), None)
 
 
+@nor_below
 def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
     """The recipe of a module with recipe `own` in `region`, or else the current one; None: compute
     as torch's module."""
@@ -85,23 +75,12 @@ def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
     return region.inside  # type: ignore[return-value]
 
 
-def is_watched() -> bool:
-    """Whether a torch function mode of the program is to see each of torch's functions."""
-    return any(not isinstance(mode, _MODES) for mode in _get_current_function_mode_stack())
-
-
+@nor_below
 def traceable(func: Any) -> Any:
     """func; in compiled code torch.unflatten for Tensor.unflatten, at whose `super()` torch.compile
     stops inside of a mode. Eager code keeps it: subclasses and other modes see which one it is."""
     compiling = torch.compiler.is_compiling()
     return torch.unflatten if compiling and func is torch.Tensor.unflatten else func
-
-
-def with_modes() -> AbstractContextManager[Any]:
-    """For code in which modes have to see torch's functions: regions switch that off while they
-    pass backward() on, which runs the code again for a checkpoint."""
-    off = torch._C._is_torch_function_all_disabled()
-    return torch._C._EnableTorchFunction() if off else nullcontext()
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from .._modes import is_watched, nor_below, not_compiled
 from .._originals import functional
 from ..functional._attention import fits, run_attention
 from ..functional._derivatives import is_twice_differentiable
@@ -33,37 +34,56 @@ class AttentionMode(_region.SeesRegions):
         self.around = _surroundings()
 
     @staticmethod
+    @nor_below
     def serves(recipe: Recipe) -> bool:
         """Whether a mode that has begun is right for layers of `recipe` that run now."""
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, AttentionMode):
-                return mode.recipe == recipe and mode.around == _surroundings()
+                return mode.recipe == recipe and mode.is_unchanged()
         return False
 
+    @nor_below
+    def is_unchanged(self) -> bool:
+        # No checkpoint but those that it traces itself is around code that torch.compile traces.
+        return torch.compiler.is_compiling() or self.around == _surroundings()
+
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = recipe = None
-        if func is _SDPA and self.around == _surroundings():
+        if func is _SDPA and self.is_unchanged():
             recipe = _region.recipe_here(self.recipe, self.region)
             operands = None if recipe is None else _operands(*args, **kwargs)
         if recipe is None or operands is None:
             return _region.traceable(func)(*args, **kwargs)
-        query, key, value, is_causal, scale = operands
-        low = recipe.dtype
-        device = query.device.type
-        with _region.without_modes():
-            if autocast.is_on(device):
-                query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
-                low = query.dtype
-            return run_attention(query, key, value, is_causal, scale, low)
+        return _run(recipe.dtype, *operands)
 
 
+@nor_below
+def _run(
+    low: torch.dtype,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    device = query.device.type
+    with _region.without_modes():
+        if autocast.is_on(device):
+            query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
+            low = query.dtype
+        return run_attention(query, key, value, is_causal, scale, low)
+
+
+@nor_below
 def _surroundings() -> tuple[bool, object]:
     if torch.compiler.is_compiling():
         return True, None  # the compiler's own are none of the program's
     return torch.is_grad_enabled(), saved_tensors_hooks()
 
 
+@nor_below
 def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
     """query, key, value, is_causal and scale of a call that `functional.attention` computes; None
     for any other, which is torch's, with its errors."""
@@ -71,7 +91,7 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
         return None
-    if mask is not None or dropout != 0.0 or is_twice_differentiable() or _region.is_watched():
+    if mask is not None or dropout != 0.0 or is_twice_differentiable() or is_watched():
         return None
     if not torch.compiler.is_compiling():  # where the rest cannot be asked
         # The program may have chosen kernels of torch, as with sdpa_kernel.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import _originals
+from .. import _modes, _originals
 from .._context import context, replaced
 from ..recipes import Recipe
 from . import _region
@@ -51,6 +51,7 @@ _FP32_FUNCTIONS: frozenset[Any] = frozenset(
 )
 
 
+@_modes.nor_below
 def _to_fp32(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW else value
@@ -72,11 +73,10 @@ class autocast(_region.Region):
     dtype= argument takes precedence). torch.autocast is not affected and can be combined with it.
     Regions nest: the innermost one applies; leaving one, also by an exception, restores the
     previous setting. With enabled=False modules compute as if `convert` had not been called, and no
-    op is moved to FP32. A region holds for the thread that entered it. With torch.utils.checkpoint,
-    call loss.backward() inside it too: a layer that is recomputed follows the region of that call.
-    Ops that the forward pass ran in FP32 are recomputed in 16 bits: torch raises CheckpointError,
-    but with use_reentrant=True the gradients are those of 16 bits; in compiled code a checkpoint
-    runs such ops in 16 bits in both passes.
+    op is moved to FP32. A region holds for the thread that entered it. What torch.utils.checkpoint
+    computes again is in the regions of its forward pass, wherever backward() is called; inside of
+    the checkpoints of other libraries, layers follow the region around backward(). In compiled code
+    a checkpoint inside of a region runs those ops in 16 bits in both passes.
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
     delayed scaling and outliers, which belong to the modules that `convert` made for them.
@@ -97,9 +97,10 @@ class autocast(_region.Region):
         super().__init__((self.recipe or _region.OWN) if enabled else None)
         self.enabled = enabled
 
+    @_modes.not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.enabled:
+        if not self.enabled and func not in _originals.BACKWARD:
             # Regions around this one leave the op alone too.
             with replaced("plain", True):
                 return super().__torch_function__(func, types, args, kwargs)

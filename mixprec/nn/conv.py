@@ -33,7 +33,7 @@ class Convolution(Layer):
     def _convolve(
         self, x: torch.Tensor, recipe: Recipe, output_size: list[int] | None = None
     ) -> torch.Tensor:
-        dims, added = self.weight.dim() - 2, 0
+        dims, added = len(self.kernel_size), 0
         checks.is_tensor(Kind(dims, self.transposed, self._path).op, "x", x)
         if self.transposed:
             sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)

@@ -41,7 +41,7 @@ class Intercepted(Layer):
         if recipe is None:
             return super().forward(*args, **kwargs)
         products = OwnProducts(self, recipe, Intercepted.forward.__code__)
-        with _region.with_modes(), products:
+        with products:
             result = self._run(recipe, products, args, kwargs)
         if not (products.found or self._warned):
             self._warned = True

@@ -13,6 +13,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .._modes import not_compiled
+
 _lock = threading.Lock()
 
 
@@ -71,6 +73,7 @@ class _Reads(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled code would run eagerly, with other roundings
 
+    @not_compiled
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and UpdatedParams.any_overlaps(t):

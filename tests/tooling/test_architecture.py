@@ -23,7 +23,7 @@ PACKAGE = ROOT / "mixprec"
 # modules of mixprec; a package stands for all its modules, except that ops is taken apart.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats", "_atomic", "_context", "_originals", "_said", "_scaled_losses"),
-    ("quantized",),
+    ("quantized", "_modes"),
     ("ops._dispatch.checks",),
     ("ops._reference",),
     ("ops._dispatch",),
@@ -212,7 +212,7 @@ print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path)
     new, cuda_initialized = json.loads(out)
     own = {name.split(".")[1] for name in new if name.startswith("mixprec.")}
-    assert own == {"_C", "_context", "_originals", "formats", "ops", "quantized"}
+    assert own == {"_C", "_context", "_modes", "_originals", "formats", "ops", "quantized"}
     heavy = [m for m in new if re.match(r"(triton|torch\._(dynamo|inductor)|numpy|matplotlib)", m)]
     assert not heavy
     assert not cuda_initialized

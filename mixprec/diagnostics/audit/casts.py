@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _originals
-from ...memory.running import without_dispatch
-from ...nn._region import Passive
+from ..._modes import Mode, nor_below, not_compiled, run_backward
 from .patches import Patch
 
 _POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
@@ -66,7 +65,7 @@ def autocast_inside() -> Iterator[None]:
         yield
 
 
-class Calls(Passive):
+class Calls(Mode):
     """Knows the function of torch that the program has called, before autocast and dispatch."""
 
     def __init__(self) -> None:
@@ -77,6 +76,10 @@ class Calls(Passive):
         self.pools = False  # whether max_pool1d has run
         self.gradients: list[Any] = []  # what the program has given to them
 
+    def in_backward(self) -> Calls:
+        return self
+
+    @not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
@@ -89,11 +92,9 @@ class Calls(Passive):
             if func not in _originals.BACKWARD:
                 return func(*args, **kwargs)
             self.call = before  # a checkpoint computes functions again, which are to be seen
-            unasked = _backward if func is torch.Tensor.backward else without_dispatch(func)
             self.backward += 1
             self.gradients += tree_leaves((args[1:], kwargs))
-            with self:
-                return unasked(*args, **kwargs)
+            return run_backward(self, func, args, kwargs)
         finally:
             self.call = before
             if func in _originals.BACKWARD:
@@ -104,12 +105,13 @@ class Calls(Passive):
 _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 
+@nor_below
 def _has_torch_function(args: Any) -> bool:
     """torch's, which modules with a fast path ask: one of our modes is no reason to leave it."""
     if torch.compiler.is_dynamo_compiling():
         return any(type(arg) not in (torch.Tensor, torch.nn.Parameter, type(None)) for arg in args)
     modes = torch.overrides._get_current_function_mode_stack()
-    if not modes or not all(isinstance(mode, Passive) for mode in modes):
+    if not modes or not all(isinstance(mode, Calls) for mode in modes):
         return _HAS_TORCH_FUNCTION(args)
     with contextlib.ExitStack() as stack:
         for _ in modes:
@@ -117,26 +119,11 @@ def _has_torch_function(args: Any) -> bool:
         return _HAS_TORCH_FUNCTION(args)
 
 
-NOT_COMPILED = (Calls.__torch_function__, _has_torch_function)  # by Dynamo, as frames
-
-
 # `Calls` does not keep torch's modules from their fast paths. In threads without one of these modes
 # nothing changes.
 NOT_ASKED = Patch(
     lambda: mock.patch.object(torch.overrides, "has_torch_function", _has_torch_function)
 )
-
-
-def _backward(
-    loss: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Tensor.backward, which would ask the modes again."""
-    run = without_dispatch(torch.autograd.backward)
-    run(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 class Provenance:

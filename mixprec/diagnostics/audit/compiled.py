@@ -69,7 +69,6 @@ class Compiled:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        dynamo.skip_frames()
         with dynamo.ASKING.held(), dynamo.keeping_sizes():
             try:
                 yield

@@ -116,14 +116,6 @@ def keeping_sizes() -> Iterator[None]:
             known.update(before)
 
 
-def skip_frames() -> None:
-    """Dynamo does not compile our code between the graphs."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    for function in casts.NOT_COMPILED:
-        frames.set_code_exec_strategy(function.__code__, skip)
-
-
 def free(codes: Iterable[CodeType], region: int) -> None:
     """What was compiled of these for the caches of `region`."""
     guards: Any = sys.modules["torch._dynamo.guards"]

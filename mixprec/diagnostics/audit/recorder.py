@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..._modes import nor_below
 from ...functional import _observed
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
@@ -195,6 +196,7 @@ class Recorder(dynamo.Asked):
         if self in _get_current_dispatch_mode_stack():  # else it is another thread's
             self._gemm = _Gemm(kind, recipe, name)
 
+    @nor_below
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -40,9 +40,23 @@ def param_dtype(op: str, name: str, value: object) -> torch.dtype:
     )
 
 
+NOT_TRACED = (
+    "which it cannot trace: call it before mixprec.convert or after mixprec.unconvert(model), or "
+    "use torch.compile or torch.export"
+)
+
+
 def is_tensor(op: str, name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        traced = isinstance(x, torch.fx.Proxy)
+        raise TypeError(
+            f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}"
+            + (
+                f": torch.fx.symbolic_trace found a layer of mixprec, {NOT_TRACED}"
+                if traced
+                else ""
+            )
+        )
     # torch.compile cannot trace `layout` in a backward; fake and compiled tensors are dense.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got layout {x.layout}")

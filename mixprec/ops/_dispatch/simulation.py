@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch._ops import HigherOrderOperator
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
-from ..._originals import BACKWARD
+from ..._modes import Block, follow_checkpoints
 from .._reference import tensor_core
 
 _PRODUCTS = {  # by lower-case names without spaces
@@ -18,7 +15,7 @@ _PRODUCTS = {  # by lower-case names without spaces
 }
 
 
-class simulate(TorchFunctionMode):
+class simulate(Block):
     """Inside, `gemm` and `gemm_accumulate_` of CPU tensors give the bits of a GPU's tensor cores.
 
         with mixprec.simulate("hopper"):
@@ -36,14 +33,16 @@ class simulate(TorchFunctionMode):
 
     Only GEMMs of this library on a CPU are simulated, not torch's own ops, not convolutions, and of
     recurrent layers not the products of the state. A backward pass uses what its forward pass was
-    in; with torch.utils.checkpoint, and for second derivatives, call it inside the block too. The
-    block holds for the thread that entered it; blocks nest; leaving one, also by an exception,
+    in, and so does torch.utils.checkpoint; for second derivatives, call it inside the block too.
+    The block holds for the thread that entered it; blocks nest; leaving one, also by an exception,
     restores the one before. ValueError for another arch.
     Sources: arXiv 2512.07004, arXiv 2511.10909.
     """
 
     def __init__(self, arch: str) -> None:
         super().__init__()
+        if not torch.compiler.is_compiling():
+            follow_checkpoints()
         name = str(arch).lower().replace(" ", "")
         self.arch = _PRODUCTS.get(name, name)
         if self.arch not in tensor_core.ARCHITECTURES:
@@ -51,22 +50,6 @@ class simulate(TorchFunctionMode):
                 f"simulate: arch must be one of {', '.join(tensor_core.ARCHITECTURES)}, or a GPU "
                 f"({', '.join(f'{gpu}: {kind}' for gpu, kind in _PRODUCTS.items())}), got {arch!r}"
             )
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not runs_layers(func):
-            return func(*args, **kwargs)
-        # torch runs func outside of this mode; what runs in it is to see the block.
-        with self, torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-
-
-def runs_layers(func: Any) -> bool:
-    """Whether layers run inside of a function that torch shows to a mode: those that backward
-    computes again, and in compiled code all of a checkpoint and of a branch."""
-    return func in BACKWARD or isinstance(func, HigherOrderOperator)
 
 
 def current() -> str | None:
