@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._local_gradients import LOW_PRECISION, is_sharded, local
-from .ops import export_master, join_master
+from .ops import export_master
 from .ops._reference.rounding import lower_half, remainder_of, upper_half
 
 FORMS = ("master", "remainder")
@@ -73,7 +73,7 @@ def current(p: torch.Tensor, record: Record) -> torch.Tensor:
     """The FP32 values behind (the part of) a 16-bit parameter without a remainder for its dtype.
     No host sync."""
     if "remainder" in record:  # the model was cast since
-        master = join_master(p.to(torch.bfloat16), local(record["remainder"]))
+        master = export_master(p.to(torch.bfloat16), local(record["remainder"]))
     elif "master" in record:
         master = local(record["master"])
     else:
@@ -165,7 +165,7 @@ def widened(p: torch.Tensor, record: Record) -> torch.Tensor:
     if wide is None:
         if "remainder" not in record:
             return p.float()
-        wide = join_master(p.to(torch.bfloat16), local(record["remainder"]))
+        wide = export_master(p.to(torch.bfloat16), local(record["remainder"]))
     follows = torch.stack([wide.to(dtype).to(p.dtype) == p for dtype in LOW_PRECISION]).any(0)
     return torch.where(follows, wide.to(p.dtype), p)
 

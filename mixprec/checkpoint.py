@@ -239,8 +239,8 @@ def _parameters(parts: Iterable[Any]) -> list[torch.Tensor]:
 def _masters_of(model: Any) -> dict[str, torch.Tensor]:
     """By the names of a state dict without torch.compile's: an FP32 tensor is a master, one of
     integers a remainder."""
-    masters = {}
-    for name, p in getattr(model, "named_parameters", dict)():
+    masters, named = {}, getattr(model, "named_parameters", None)
+    for name, p in () if named is None else named(remove_duplicate=False):
         if p.dtype in LOW_PRECISION and _masters.has_values(p) and not p.is_meta:
             _masters.values_of(p)  # takes what has been loaded into the record
             record = _masters.find(p) or {}

@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import OptState
 from .. import _scaled_losses, ops, scaling
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
-from . import scaled_steps
 from .lagged import Lagged
 from .optimizers import any_flag, has_fp16_gradient, has_gradient, steps_alone, unscales_itself
 from .prepared import UnscalesPrepared, step_prepared, unwrap
@@ -126,7 +125,6 @@ class GradScaler(UnscalesPrepared):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._device = dev.type
-        scaled_steps.watch()
         left = self._init_hysteresis_tracker
         self._hysteresis_tracker = torch.full((), left, dtype=torch.int32, device=dev)
         self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
@@ -182,7 +180,6 @@ class GradScaler(UnscalesPrepared):
                 outputs = outputs.float()
             scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
             _scaled_losses.mark(scaled)
-            scaled_steps.mark(scaled)
             return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)
@@ -203,7 +200,6 @@ class GradScaler(UnscalesPrepared):
             return step_prepared(self, optimizer, inner, *args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError("GradScaler.step: a closure cannot be used with loss scaling")
-        scaled_steps.is_fine(optimizer)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -314,7 +310,6 @@ class GradScaler(UnscalesPrepared):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        scaled_steps.is_fine(optimizer)
         ours = unscales_itself(optimizer)
         if ours and not self._warned_fp16 and has_fp16_gradient(optimizer):
             self._warned_fp16 = True

@@ -226,6 +226,59 @@ def test_a_clipped_norm_is_copied() -> None:
     assert abs((q - before).norm().item() - 0.01) < 1e-6
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_of_tied_weights_has_their_values(frozen: bool, tmp_path: Path) -> None:
+    model, wide = Tied().requires_grad_(not frozen), Tied()
+    want = model.head.weight.detach().clone()
+    mixprec.save_checkpoint(tmp_path / "c.pt", model=cast_parameters(model, torch.bfloat16))
+    mixprec.load_checkpoint(tmp_path / "c.pt", model=wide, convert_dtype=True)
+    assert torch.equal(wide.head.weight, want)
+
+
+@pytest.mark.parametrize("options", [{}, R16])
+@pytest.mark.parametrize("model_first", [None, False, True])
+def test_what_is_saved_has_the_values_loaded_since_the_last_step(
+    model_first: bool | None, options: dict[str, Any]
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        return fp32_state_dict(model)["weight"]
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = cast_parameters(nn.Linear(16, 16, bias=False), torch.bfloat16)
+        return model, SGD(model.parameters(), lr=0.0, momentum=0.9, **options)
+
+    run, new = make(), normal((16, 16), torch.float32)
+    step(*run)
+    run[0].load_state_dict({"weight": new})
+    other = copy.deepcopy(run) if model_first is None else make()
+    if model_first is not None:
+        states = fp32_state_dict(run[0]), run[1].state_dict()
+        for part in (0, 1) if model_first else (1, 0):
+            other[part].load_state_dict(states[part])
+    assert torch.equal(step(*other), new)
+
+
+@pytest.mark.parametrize("form", ["remainder16", "remainder8"])
+def test_ties_of_remainders_stay_through_other_dtypes(form: str) -> None:
+    bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32) << 16 | 0x8000
+    model = nn.Linear(16, 16, bias=False)
+    model.weight.data = bits.view(torch.float32).view(16, 16)
+    optimizer = SGD(cast_parameters(model, torch.bfloat16).parameters(), master_weights=form)
+    before = fp32_state_dict(model, optimizer)["weight"]
+    assert torch.equal(fp32_state_dict(model.float())["weight"], before)
+    cast_parameters(model, torch.float16)
+    assert torch.equal(fp32_state_dict(model)["weight"], before)
+
+
 def test_a_checkpoint_in_16_bits_continues_in_fp32(tmp_path: Path) -> None:
     for options in ({}, R16):
         low, wide = cast_parameters(nn.Linear(16, 8), torch.bfloat16), nn.Linear(16, 8)
