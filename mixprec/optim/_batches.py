@@ -55,6 +55,8 @@ class Batches:
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.met_low_precision = self.met_main_grad = False
+        # Other code has written all params of a group since the last step, as DDP does to wrap them.
+        self.all_written = False
 
     def of_group(
         self,
@@ -94,6 +96,8 @@ class Batches:
             unchanged: set[tuple[int, int, int]] = set()
             if same and known is not None and known[:4] == now:
                 unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
+            keys = list(zip(now[0], addresses, versions, strict=True))
+            self.all_written |= bool(unchanged) and unchanged.isdisjoint(keys)
             each = zip(params, grads, states, addresses, versions, strict=True)
             for p, grad, of_param, address, version in each:
                 if (id(p), address, version) in unchanged:

@@ -52,6 +52,10 @@ def on_two_ranks(kind: str, options: dict[str, Any], optimizer_first: bool) -> b
         return AdamW(model.parameters(), lr=0.0, weight_decay=0.0, **options)
 
     optimizer = make() if optimizer_first else None
+    if optimizer is not None:
+        for p in model[1].parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         wrapped: nn.Module = model
