@@ -55,7 +55,7 @@ class Batches:
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.met_low_precision = self.met_main_grad = False
-        # Other code has written all params of a group since the last step, as DDP does to wrap them.
+        # Other code has written all params of a group since the last step, as DDP does.
         self.all_written = False
 
     def of_group(
