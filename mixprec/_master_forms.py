@@ -7,6 +7,7 @@ or neither, where the parameter is all there is; beside it
     "previous"   the FP32 values before load_state_dict set the master: those that count where
                  16-bit weights are loaded back, as after an evaluation
     "other"      True where load_state_dict has loaded 16 bits that are not the master rounded
+    "fresh"      True where an optimizer's state was loaded, and the weights may be loaded next
     "optimizer"  the number of the optimizer that updates it, whose state has the same tensor
 """
 
@@ -99,7 +100,7 @@ def settle(param: torch.Tensor, record: Record) -> None:
         else:
             record.pop("remainder")
             record["master"] = like(param, now)
-    for name in ("previous", "other"):
+    for name in ("previous", "other", "fresh"):
         record.pop(name, None)
 
 

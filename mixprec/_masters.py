@@ -159,19 +159,17 @@ def set_values(param: torch.Tensor, values: torch.Tensor) -> None:
 def is_followed(param: torch.Tensor) -> bool:
     """Whether the master that an optimizer updates rounds to the parameter everywhere."""
     record, p = find(param) or {}, param.detach()
-    if not record.keys() >= {"master", "optimizer"}:
+    if not record.keys() >= {"master", "optimizer"} or "other" in record:
         return True
     return p.dtype not in LOW_PRECISION or bool(forms.same(p, record["master"]).all())
 
 
-def put(param: torch.Tensor, form: str, values: torch.Tensor, number: int | None = None) -> None:
-    """Make `values` the master or remainder, in a record that an optimizer's state shares."""
+def put(param: torch.Tensor, form: str, values: torch.Tensor, **marks: Any) -> None:
+    """Make `values` the master or remainder. marks: entries of the record."""
     record = find(param)
     record = {} if record is None else record
     record.clear()
-    record[form] = values
-    if number is not None:
-        record["optimizer"] = number
+    record.update({form: values, **marks})
     _attach(param, record)
     _Counter.value += 1
 
@@ -263,10 +261,12 @@ def _before_loading(
             record.pop("other", None)
         elif _rounds(record.get("master"), value):
             record.pop("other", None)
-        elif "optimizer" not in record and "remainder" in record:
-            if param.is_meta or not _rounds(values_of(param), value):
+        elif "remainder" in record and "fresh" not in record:
+            if not (param.is_meta or _rounds(own := values_of(param), value)):
                 record.clear()
-        elif "optimizer" not in record and record:
+                if param.requires_grad:
+                    record.update(master=value.detach().float(), previous=own)
+        elif record and "fresh" not in record:
             record["other"] = True
 
 

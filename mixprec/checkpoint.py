@@ -122,10 +122,11 @@ def load_checkpoint(
     if rng:
         _random_state.check(where, checkpoint["rng"])
     with ExitStack() as undo:
-        undo.callback(_masters.undo_of(_parameters(parts.values())))
+        records = _masters.undo_of(_parameters(parts.values()))
         for name, part in parts.items():
             state = checkpoint[name]
             undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+            undo.callback(records)  # before the part, whose state may set them
             try:
                 if name.startswith("model"):
                     saved = checkpoint.get("masters", {}).get(name, {})
@@ -134,7 +135,8 @@ def load_checkpoint(
                     state = _at_home(part, state)
                 part.load_state_dict(state)
                 if name.startswith("model"):
-                    _set_masters(part, state, _with_names_of(part, saved))
+                    knows_all = "masters" in checkpoint  # else an older mixprec has written it
+                    _set_masters(part, state, _with_names_of(part, saved), knows_all)
             except Exception as error:
                 raise ValueError(f"{where}: {name}: {error}") from error
         undo.pop_all()
@@ -271,9 +273,11 @@ def _through_masters(
     return weights
 
 
-def _set_masters(model: Any, weights: dict[str, Any], masters: dict[str, torch.Tensor]) -> None:
+def _set_masters(
+    model: Any, weights: dict[str, Any], masters: dict[str, torch.Tensor], knows_all: bool
+) -> None:
     """Make FP32 weights the masters of the 16-bit parameters that they were loaded into, and else
-    the masters of the file."""
+    the masters of the file; where it has none, the weights are all there is."""
     for name, param in model.state_dict(keep_vars=True).items():
         if not isinstance(param, torch.nn.Parameter) or param.dtype not in LOW_PRECISION:
             continue
@@ -281,7 +285,9 @@ def _set_masters(model: Any, weights: dict[str, Any], masters: dict[str, torch.T
         if value.dtype == param.dtype:
             value = masters.get(name)
         if value is None:
-            continue
+            if not (knows_all and _masters.has_values(param)):
+                continue
+            value = param.detach().float()
         form = "master" if value.is_floating_point() else "remainder"
         value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
         known = (_masters.find(param) or {}).get(form)  # the optimizer's state has it

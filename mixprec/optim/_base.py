@@ -518,18 +518,18 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._forget()
         for group in self.param_groups:
-            self._take_masters(group)
+            self._take_masters(group, {"fresh": True} if loading else {})
         self._set_up_params()
 
-    def _take_masters(self, group: dict[str, Any]) -> None:
-        """Make the loaded masters and remainders those of their params."""
+    def _take_masters(self, group: dict[str, Any], marks: dict[str, Any]) -> None:
+        """Make the loaded or copied masters and remainders those of their params."""
         policy = self._policy_of(group)
         for p in group["params"]:
             state = self.state.get(p, {})
             for form in _masters.FORMS:
                 if form in state:
                     values = state[form] if policy.master(p) else state.pop(form)
-                    _masters.put(p, form, values, policy.number)
+                    _masters.put(p, form, values, optimizer=policy.number, **marks)
 
 
 def _scales(batch: Batch, policy: Policy) -> list[torch.Tensor]:

@@ -271,6 +271,34 @@ def test_what_is_saved_has_the_values_loaded_since_the_last_step(
     assert torch.equal(step(*other), new)
 
 
+@pytest.mark.parametrize("options", [{}, R16])
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("how", ["file", "16 bits"])
+def test_weights_without_masters_are_what_counts(
+    how: str, stepped: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """And the masters of the model again, where its own weights come back."""
+    source = nn.Linear(64, 64, bias=False).bfloat16()
+    model = cast_parameters(nn.Linear(64, 64, bias=False), torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=0.0, **options)
+    for _ in range(2 * stepped):
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+    before, own = fp32_state_dict(model)["weight"], copy.deepcopy(model.state_dict())
+    if how == "file":
+        mixprec.save_checkpoint(tmp_path / "c.pt", model=source)
+        mixprec.load_checkpoint(tmp_path / "c.pt", model=model)
+    else:
+        model.load_state_dict(source.state_dict())
+        model.load_state_dict(own)
+        assert torch.equal(fp32_state_dict(model)["weight"], before)
+        model.load_state_dict(source.state_dict())
+    assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
+
+
 @pytest.mark.parametrize("form", ["remainder16", "remainder8"])
 def test_ties_of_remainders_stay_through_other_dtypes(form: str) -> None:
     bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32) << 16 | 0x8000
