@@ -161,6 +161,7 @@ def is_followed(param: torch.Tensor) -> bool:
     record, p = find(param) or {}, param.detach()
     if not record.keys() >= {"master", "optimizer"} or "other" in record:
         return True
+    forms.place(param, record)
     return p.dtype not in LOW_PRECISION or bool(forms.same(p, record["master"]).all())
 
 
@@ -214,11 +215,12 @@ def claim(
                 "or delete it, and it is made from the param"
             )
     record = find(param)
+    is_new = record is None
     record = {} if record is None else record
     before = {name: record[name] for name in FORMS if name in record}
     for name in FORMS:
         held = state.pop(name, None)
-        mine = record.get("optimizer") == number or not before
+        mine = record.get("optimizer") == number or is_new
         if held is not None and held is not record.get(name) and mine:  # copied, or set by hand
             record.pop("master", None)
             record.pop("remainder", None)

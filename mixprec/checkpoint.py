@@ -148,6 +148,10 @@ def load_checkpoint(
 def _state_of(name: str, part: Any) -> Any:
     """Its state dict; of a compiled model, with the names that it has without torch.compile."""
     state = part.state_dict()
+    if name.startswith("model") and hasattr(part, "named_parameters"):
+        for key, p in part.named_parameters(remove_duplicate=False):
+            if key in state and p.dtype not in LOW_PRECISION and _masters.has_values(p):
+                state[key] = _masters.values_of(p)  # float() has left it rounded
     if name.startswith("model") and any(_COMPILED in key for key in state):
         return {key.replace(_COMPILED, ""): value for key, value in state.items()}
     return state
@@ -291,7 +295,11 @@ def _set_masters(
         form = "master" if value.is_floating_point() else "remainder"
         value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
         known = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
-        if known is None or not (known.dtype == value.dtype and torch.equal(known, value)):
+        if (
+            known is None
+            or known.is_meta
+            or not (known.dtype == value.dtype and torch.equal(known, value))
+        ):
             _masters.put(param, form, value)
 
 

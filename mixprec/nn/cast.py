@@ -159,12 +159,14 @@ def cast_parameters(
                 places.setdefault(p, []).append((module, name))
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
-        if param.dtype == target and not keep_masters:
+        is_done = param.dtype == target and target in LOW_PRECISION
+        if is_done and not keep_masters:
             _masters.forget(param)
-        if param.dtype == target or param.dtype not in _CASTABLE:
+        has_master = bool(_masters.find(param))
+        is_done |= param.dtype == target and not has_master  # else float() has left it rounded
+        if is_done or param.dtype not in _CASTABLE:
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
-        has_master = bool(_masters.find(param))
         exact = _masters.values_of(param) if has_master else param.data
         knows_more = has_master or param.dtype not in LOW_PRECISION
         param.data = exact.to(target)

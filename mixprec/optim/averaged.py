@@ -54,7 +54,8 @@ class _Wide:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         for p in self._model.parameters():
-            yield _masters.values_of(p) if p.dtype in LOW_PRECISION else p.detach()
+            low = p.dtype in LOW_PRECISION or _masters.has_values(p)
+            yield _masters.values_of(p) if low else p.detach()
 
     def buffers(self) -> Iterator[torch.Tensor]:
         return map(_wide, self._model.buffers())

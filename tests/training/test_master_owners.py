@@ -299,6 +299,48 @@ def test_weights_without_masters_are_what_counts(
     assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
 
 
+def test_after_float_all_but_torch_have_all_bits(tmp_path: Path) -> None:
+    model = nn.Linear(16, 16, bias=False)
+    want = model.weight.detach().clone()
+    cast_parameters(model, torch.bfloat16).float()
+    mixprec.save_checkpoint(tmp_path / "c.pt", model=model)
+    average, other = mixprec.optim.AveragedModel(model), nn.Linear(16, 16, bias=False)
+    average.update_parameters(model)
+    mixprec.load_checkpoint(tmp_path / "c.pt", model=other)
+    for each in (other, average.module, cast_parameters(model, torch.float32)):
+        assert torch.equal(each.weight, want)
+
+
+def test_an_optimizer_does_not_bring_back_what_was_given_up() -> None:
+    """keep_masters=False, and FP32 weights that a frozen param is loaded with."""
+    for frozen in (False, True):
+        model = cast_parameters(nn.Linear(16, 16, bias=False), torch.bfloat16)
+        optimizer = SGD(model.parameters(), lr=0.0, momentum=0.9)
+        for _ in range(2):
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            model.weight.requires_grad_(not frozen)
+            if frozen:
+                model.load_state_dict({"weight": model.weight.detach().float()})
+            else:
+                cast_parameters(model, torch.bfloat16, keep_masters=False)
+            model.weight.requires_grad_(True)
+            assert torch.equal(fp32_state_dict(model)["weight"], model.weight.float())
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        assert torch.equal(fp32_state_dict(model)["weight"], model.weight.float())
+
+
+def test_a_checkpoint_into_a_model_made_without_memory(tmp_path: Path) -> None:
+    source = cast_parameters(nn.Linear(16, 16), torch.bfloat16)
+    with torch.device("meta"):
+        model = nn.Linear(16, 16)
+    cast_parameters(model, torch.bfloat16).to_empty(device="cpu")
+    mixprec.save_checkpoint(tmp_path / "c.pt", model=source)
+    mixprec.load_checkpoint(tmp_path / "c.pt", model=model)
+    assert torch.equal(fp32_state_dict(model)["weight"], fp32_state_dict(source)["weight"])
+
+
 @pytest.mark.parametrize("form", ["remainder16", "remainder8"])
 def test_ties_of_remainders_stay_through_other_dtypes(form: str) -> None:
     bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32) << 16 | 0x8000
