@@ -24,6 +24,7 @@ from torch.overrides import (
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 
+from ._context import context, replaced
 from ._originals import BACKWARD
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -137,17 +138,22 @@ def without_dispatch(func: Any) -> Any:
 
 
 class _Recomputed:
-    """What a checkpoint computes again, in the blocks of its forward pass in place of those around
-    backward()."""
+    """What a checkpoint computes again, in the blocks of its forward pass, `twice_differentiable`
+    and `use_backend` included, in place of those around backward()."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.blocks = [m for m in _get_current_function_mode_stack() if isinstance(m, Block)]
+        self.twice, self.backend = context.twice_differentiable, context.backend
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack = _get_current_function_mode_stack()
-        with only([m for m in stack if not isinstance(m, Block)] + self.blocks):
+        with (
+            only([m for m in stack if not isinstance(m, Block)] + self.blocks),
+            replaced("twice_differentiable", self.twice),
+            replaced("backend", self.backend),
+        ):
             return self.function(*args, **kwargs)
 
 

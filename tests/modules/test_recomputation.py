@@ -117,6 +117,25 @@ def compare(seed: int) -> None:
             assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), (seed, regions, how)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_twice_differentiable_is_that_of_the_forward_pass(around: str, reentrant: bool) -> None:
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    mixprec.convert(net, "fp8", fuse=True)
+    start, none = torch.randn(16, 16), contextlib.nullcontext
+
+    def gradient(checkpointed: bool) -> torch.Tensor:
+        x, twice = start.clone().requires_grad_(), mixprec.functional.twice_differentiable
+        with twice() if around == "forward" else none():
+            y = checkpoint(net, x, use_reentrant=reentrant) if checkpointed else net(x)
+        with twice() if around == "backward" else none():
+            y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("count", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_random_checkpoints_have_the_gradients_of_none(count: int) -> None:
