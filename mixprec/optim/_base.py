@@ -427,7 +427,7 @@ class Optimizer(torch.optim.Optimizer):
                 record = _masters.find(p) if form and (state or p.requires_grad) else None
                 if not record or form is None:
                     continue
-                if state is None or record.get(form) is not state.get(form):
+                if state is None or form not in state or record.get(form) is not state[form]:
                     kept = {k: v for k, v in (state or {}).items() if k not in _masters.FORMS}
                     states[p] = {**kept, form: _masters.in_form(p, form, policy.remainder)}
                     if state is None:

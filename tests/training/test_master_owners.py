@@ -299,6 +299,19 @@ def test_weights_without_masters_are_what_counts(
     assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
 
 
+def test_a_state_that_is_saved_after_a_cast_has_the_form_of_the_next_step() -> None:
+    """FP16 parameters have FP32 masters, with remainder16 too; BF16 ones then have remainders."""
+    model = cast_parameters(nn.Linear(16, 16, bias=False), torch.float16)
+    optimizer = SGD(model.parameters(), momentum=0.9, **R16)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    want = fp32_state_dict(model)["weight"]
+    cast_parameters(model, torch.bfloat16)
+    assert optimizer.state_dict()["state"][0].keys() == {"step", "momentum_buffer", "remainder"}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(fp32_state_dict(model)["weight"], want)
+
+
 def test_after_float_all_but_torch_have_all_bits(tmp_path: Path) -> None:
     model = nn.Linear(16, 16, bias=False)
     want = model.weight.detach().clone()
