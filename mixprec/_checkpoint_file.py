@@ -87,8 +87,9 @@ def read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
         except Exception as error:
             raise ValueError(f"{where} is damaged or no checkpoint: {error}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        keys = f" with {', '.join(map(repr, [*checkpoint][:3]))}" if checkpoint else ""
-        held = f"a dict{keys}" if isinstance(checkpoint, dict) else f"a {type(checkpoint).__name__}"
+        held = f"a {type(checkpoint).__name__}"
+        if isinstance(checkpoint, dict) and checkpoint:
+            held += f" with {', '.join(map(repr, [*checkpoint][:3]))}"
         raise ValueError(
             f"{where} is no checkpoint that save_checkpoint wrote: it holds {held}; a state dict "
             "that torch.save wrote is for model.load_state_dict(torch.load(path))"

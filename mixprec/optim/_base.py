@@ -115,7 +115,9 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group of params; its settings override the defaults."""
         who = type(self).__name__
         if isinstance(param_group, dict):
-            param_group = _settings.with_dtypes(param_group)
+            if "state_dtype" in param_group:
+                dtype = _settings.as_dtype(param_group["state_dtype"])
+                param_group = {**param_group, "state_dtype": dtype}
             self._check_group({**self.defaults, **param_group}, who)
         super().add_param_group(param_group)
         group = self.param_groups[-1]

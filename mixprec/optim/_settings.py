@@ -170,11 +170,6 @@ class Options:
             raise ValueError(f"{who}: release_gradients must be False with a process_group")
 
 
-def with_dtypes(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group with dtypes in place of words for them."""
-    return {**group, **{k: as_dtype(v) for k, v in group.items() if k == "state_dtype"}}
-
-
 def check_group(who: str, names: set[str]) -> None:
     """Whether the settings of a group, without the optimizer's own, may differ between groups."""
     options = {field.name for field in fields(Options)} - {"max_grad_norm"}
