@@ -112,8 +112,9 @@ def load(param: torch.Tensor, record: Record, value: torch.Tensor) -> None:
     has_values = not (before.is_meta or record.keys().isdisjoint(FORMS))
     if has_values and torch.equal(local(before), local(wide).to(before.device)):
         return  # of two remainders for it, the one that is there
+    is_trained = param.requires_grad or "optimizer" in record
     record.clear()
-    if param.requires_grad:
+    if is_trained:
         record["master"] = wide
         if has_values:
             record["previous"] = before

@@ -265,8 +265,9 @@ def _before_loading(
             record.pop("other", None)
         elif "remainder" in record and "fresh" not in record:
             if not (param.is_meta or _rounds(own := values_of(param), value)):
+                is_trained = param.requires_grad or "optimizer" in record
                 record.clear()
-                if param.requires_grad:
+                if is_trained:
                     record.update(master=value.detach().float(), previous=own)
         elif record and "fresh" not in record:
             record["other"] = True

@@ -427,7 +427,7 @@ class Optimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 form, state = policy.master(p), self.state.get(p)
                 record = _masters.find(p) if form and (state or p.requires_grad) else None
-                if not record or form is None:
+                if record is None or form is None or not (record or state):
                     continue
                 if state is None or form not in state or record.get(form) is not state[form]:
                     kept = {k: v for k, v in (state or {}).items() if k not in _masters.FORMS}

@@ -273,9 +273,10 @@ def test_what_is_saved_has_the_values_loaded_since_the_last_step(
 
 @pytest.mark.parametrize("options", [{}, R16])
 @pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", ["file", "16 bits"])
 def test_weights_without_masters_are_what_counts(
-    how: str, stepped: bool, options: dict[str, Any], tmp_path: Path
+    how: str, frozen: bool, stepped: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """And the masters of the model again, where its own weights come back."""
     source = nn.Linear(64, 64, bias=False).bfloat16()
@@ -284,6 +285,7 @@ def test_weights_without_masters_are_what_counts(
     for _ in range(2 * stepped):
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
+    model.weight.requires_grad_(not (frozen and stepped))
     before, own = fp32_state_dict(model)["weight"], copy.deepcopy(model.state_dict())
     if how == "file":
         mixprec.save_checkpoint(tmp_path / "c.pt", model=source)
@@ -294,6 +296,7 @@ def test_weights_without_masters_are_what_counts(
         assert torch.equal(fp32_state_dict(model)["weight"], before)
         model.load_state_dict(source.state_dict())
     assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
+    model.weight.requires_grad_(True)
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert torch.equal(fp32_state_dict(model)["weight"], source.weight.float())
