@@ -168,7 +168,8 @@ def cast_parameters(
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
         exact = _masters.values_of(param) if has_master else param.data
-        knows_more = has_master or param.dtype not in LOW_PRECISION
+        # {}: an exact value of the dtype that it had, of which the new one may lack bits.
+        knows_more = _masters.find(param) is not None or param.dtype not in LOW_PRECISION
         param.data = exact.to(target)
         if keep_masters and target in LOW_PRECISION and knows_more:
             _masters.keep(param, exact, places[param])
