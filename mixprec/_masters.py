@@ -23,7 +23,7 @@ from ._master_forms import FORMS, Record
 from .ops._reference.rounding import remainder_of
 
 _NAME = "_mixprec_master"
-TORCHS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+_TORCHS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 _WIDE = (torch.float32, torch.float64)
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have entries
@@ -135,6 +135,17 @@ def in_form(param: torch.Tensor, form: str, remainder: torch.dtype) -> torch.Ten
     with torch.no_grad():
         forms.convert(param, copy, form, remainder)
     return copy[form]
+
+
+def to_save(param: torch.Tensor) -> torch.Tensor:
+    """A master or a remainder: the tensor that an optimizer's state has too, unless other weights
+    were loaded since."""
+    record = find(param) or {}
+    if record.keys().isdisjoint(("previous", "other")):
+        for form in FORMS:
+            if form in record:
+                return record[form]
+    return values_of(param)
 
 
 def has_values(param: torch.Tensor) -> bool:
@@ -282,7 +293,7 @@ def _rounds(wide: Any, value: torch.Tensor) -> bool:
 
 def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """A hook of all optimizers: those of torch have no masters. It frees what they do not take."""
-    if torch.compiler.is_compiling() or type(optimizer) not in TORCHS:
+    if torch.compiler.is_compiling() or type(optimizer) not in _TORCHS:
         return
     params = (p for g in optimizer.param_groups for p in g["params"])
     kept = [p for p in params if p.grad is not None and vars(p).get(_NAME)]

@@ -248,10 +248,8 @@ def _masters_of(model: Any) -> dict[str, torch.Tensor]:
     masters, named = {}, getattr(model, "named_parameters", None)
     for name, p in () if named is None else named(remove_duplicate=False):
         if p.dtype in LOW_PRECISION and _masters.has_values(p) and not p.is_meta:
-            _masters.values_of(p)  # takes what has been loaded into the record
-            record = _masters.find(p) or {}
-            masters[name.replace(_COMPILED, "")] = record.get("master", record.get("remainder"))
-    return {name: t for name, t in masters.items() if t is not None}
+            masters[name.replace(_COMPILED, "")] = _masters.to_save(p)
+    return masters
 
 
 def _through_masters(
@@ -294,12 +292,9 @@ def _set_masters(
             value = param.detach().float()
         form = "master" if value.is_floating_point() else "remainder"
         value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
-        known = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
-        if (
-            known is None
-            or known.is_meta
-            or not (known.dtype == value.dtype and torch.equal(known, value))
-        ):
+        known: Any = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
+        has_it = known is not None and not known.is_meta and known.dtype == value.dtype
+        if not (has_it and torch.equal(known, value)):
             _masters.put(param, form, value)
 
 

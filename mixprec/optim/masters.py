@@ -14,7 +14,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map
 
-from .. import _masters
 from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
 from . import _grad_norms
@@ -27,8 +26,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-# Those whose tensors have the shape of the param, or one element.
-_OF_PARAMS = frozenset(_masters.TORCHS) - {torch.optim.Adafactor}
+# Classes whose states hold tensors of the param's shape, or of one element.
+_OF_PARAMS = {
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
+    *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.Muon, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+}
 
 
 class Masters(Optimizer):

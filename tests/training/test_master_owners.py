@@ -230,6 +230,28 @@ def test_a_clipped_norm_is_copied() -> None:
     assert abs((q - before).norm().item() - 0.01) < 1e-6
 
 
+@pytest.mark.parametrize("options", [{}, R16])
+def test_a_file_has_the_masters_of_the_weights_that_are_loaded(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Once, beside the optimizer's state; not those of weights that have gone."""
+    model = cast_parameters(nn.Linear(128, 128, bias=False), torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=0.0, **options)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    sizes = []
+    for name, parts in (("a", {"model": model}), ("b", {"model": model, "optimizer": optimizer})):
+        mixprec.save_checkpoint(tmp_path / name, rng=False, **parts)
+        sizes.append((tmp_path / name).stat().st_size)
+    assert sizes[1] - sizes[0] < 8192  # less than half of the remainders
+    model.load_state_dict({"weight": model.weight.roll(1)})
+    want = model.weight.float()
+    mixprec.save_checkpoint(tmp_path / "c", model=model)
+    other = cast_parameters(nn.Linear(128, 128, bias=False), torch.bfloat16)
+    mixprec.load_checkpoint(tmp_path / "c", model=other)
+    assert torch.equal(fp32_state_dict(other)["weight"], want)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
