@@ -32,7 +32,8 @@ from torch.nn import functional as F
 
 Results = dict[str, Any]
 RECIPES = (
-    "fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4",
+    "fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4",
+    "nvfp4",
 )  # fmt: skip
 
 
