@@ -13,10 +13,17 @@ from torch.amp.grad_scaler import OptState
 from .. import _scaled_losses, ops, scaling
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
-from .lagged import Lagged
-from .optimizers import any_flag, has_fp16_gradient, has_gradient, steps_alone, unscales_itself
-from .prepared import UnscalesPrepared, step_prepared, unwrap
-from .reader import GradReader, check_
+from .optimizers import (
+    UnscalesPrepared,
+    any_flag,
+    has_fp16_gradient,
+    has_gradient,
+    step_prepared,
+    steps_alone,
+    unscales_itself,
+    unwrap,
+)
+from .reader import GradReader, Lagged, check_
 from .rules import NEVER, TORCH_STATE, check, check_device, power
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
-from ..optim._release_hooks import other_hooks
-from ..optim._released_gradient import is_released
+from ..optim._release_hooks import is_released, other_hooks
 from . import plotting
 from .batches import call, scalar_loss, tensors
 from .live_gradients import LiveGradients

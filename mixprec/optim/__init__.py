@@ -1,9 +1,8 @@
 """Optimizers that train 16-bit parameters in FP32 precision: FP32 masters, 16-bit remainders, or
 stochastic rounding."""
 
-from ._fp32 import fp32_state_dict
 from .adamw import Adam, AdamW
-from .averaged import AveragedModel
+from .averaged import AveragedModel, fp32_state_dict
 from .lion import Lion
 from .masters import Masters
 from .muon import Muon

@@ -25,7 +25,7 @@ from ..grad_report import (
     worst_first,
 )
 from ..ops import inv_scale
-from . import _grad_norms, _release, _release_hooks, _repr, _settings, _state8
+from . import _batches, _release, _release_hooks, _settings, _state, _state8
 from ._batches import Batch, Batches
 from ._state import Policy, hide_states, show_states
 
@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """torch's, with masters, clipping and skipped steps. On a GPU this waits for the device."""
         first, rest = super().__repr__().split("\n", 1)
-        return f"{first}\n{_repr.lines(self)}{rest}"
+        return f"{first}\n{_state.described(self)}{rest}"
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         for name in self.defaults:
@@ -315,9 +315,9 @@ class Optimizer(torch.optim.Optimizer):
                 self.grad_counts.start()
             if must_read:
                 counts = None if seen else self.grad_counts
-                self._sums = _grad_norms.read(batches, unscale, found_inf, counts)
+                self._sums = _batches.read_norms(batches, unscale, found_inf, counts)
             if not alone:
-                sums = _grad_norms.agree(
+                sums = _batches.agree_norms(
                     self.ranks, batches, found_inf, self._sums, self.param_groups
                 )
                 self._sums = sums if must_read else {}
@@ -328,7 +328,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._last_skip is not False:
                 self.skipped += self._last_skip
         if self._last_skip is not True:
-            factors = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
+            factors = _batches.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
             self._update_batches(batches, unscale, factors, found_inf)
         if self._batches.met_main_grad:
             self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
@@ -378,15 +378,15 @@ class Optimizer(torch.optim.Optimizer):
                 *lists,
                 self._batches.steps(batch),
                 state_scales=_scales(batch, policy),
-                lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
+                lr=_batches.on_device(device, lr) if isinstance(lr, torch.Tensor) else lr,
                 maximize=group["maximize"],
                 max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
                 stochastic_rounding=policy.stochastic_rounding,
                 seed=self._seed,
                 indices=[self._index[id(p)] for p in batch.params] if policy.random else (),
-                inv_scale=_grad_norms.on(device, unscale),
-                clip=_grad_norms.on(device, clips.get(batch.group)),
-                found_inf=_grad_norms.on(device, found_inf),
+                inv_scale=_batches.on_device(device, unscale),
+                clip=_batches.on_device(device, clips.get(batch.group)),
+                found_inf=_batches.on_device(device, found_inf),
             )
 
     def state_dict(self) -> dict[str, Any]:

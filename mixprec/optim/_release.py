@@ -19,11 +19,10 @@ from .. import _scaled_losses
 from .._local_gradients import LOW_PRECISION
 from .._originals import Codes
 from ..grad_report import is_set
-from . import _grad_norms
+from . import _batches
 from ._batches import Batches
 from ._recomputation import UpdatedParams
-from ._release_hooks import refusal, watch
-from ._released_gradient import ReleasedGradient, is_released
+from ._release_hooks import ReleasedGradient, is_released, refusal, watch
 
 if TYPE_CHECKING:
     from ._base import Optimizer
@@ -144,7 +143,7 @@ class Releases:
                 g: group.get(PREVIOUS, none).to(home, non_blocking=True).reshape(1)
                 for g, group in enumerate(groups)
             }
-        clips = _grad_norms.clip_factors(sums, groups, optimizer.max_grad_norm)
+        clips = _batches.clip_factors(sums, groups, optimizer.max_grad_norm)
         moments = list(map(optimizer._moments, groups))
         optimizer.grad_counts.start()
         self._pass = _Pass(task, moments, clips, optimizer._low or optimizer._clips, group_of)
@@ -163,7 +162,7 @@ class Releases:
         skip: torch.Tensor | bool = False
         if now.must_read:
             found = torch.zeros((), dtype=torch.float32, device=p.device)
-            sums = _grad_norms.read(batch, None, found, optimizer.grad_counts)
+            sums = _batches.read_norms(batch, None, found, optimizer.grad_counts)
             now.sums.setdefault(g, []).extend(sums.values())
             skip = is_set(found)
             now.flags.append(skip)

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 
 from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
-from . import _grad_norms
+from . import _batches
 from ._base import Optimizer
 from ._batches import Batch
-from ._checked import checked
 from ._state import Policy
+from ._state8 import checked
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -114,7 +114,7 @@ class Masters(Optimizer):
         for batch in batches:
             for p in batch.params:
                 factors = [
-                    _grad_norms.on(batch.device, f) for f in (unscale, clips.get(batch.group))
+                    _batches.on_device(batch.device, f) for f in (unscale, clips.get(batch.group))
                 ]
                 self._wide.tensors[p].grad = self._gradient(p, factors)
         inner.step()

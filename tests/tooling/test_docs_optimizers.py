@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.optim import AdamW, _grad_norms
+from mixprec.optim import AdamW, _batches
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,13 +62,13 @@ def resident(line: dict[str, str]) -> dict[str, float]:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The gradients that steps read before their updates."""
     seen: list[torch.Tensor] = []
-    real = _grad_norms.grad_stats_
+    real = _batches.grad_stats_
 
     def spy(grads: list[torch.Tensor], *args: Any, **options: Any) -> None:
         seen.extend(grads)
         real(grads, *args, **options)
 
-    monkeypatch.setattr(_grad_norms, "grad_stats_", spy)
+    monkeypatch.setattr(_batches, "grad_stats_", spy)
     return seen
 
 

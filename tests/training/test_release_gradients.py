@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.optim import AdamW, Masters
-from mixprec.optim._released_gradient import is_released
+from mixprec.optim._release_hooks import is_released
 
 D = 64
 Batch = torch.Tensor

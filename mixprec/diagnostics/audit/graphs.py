@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ... import recipes
-from ...optim._checked import short
+from ...optim._state8 import short
 from . import casts, ops
 from .op import AGAIN, BACKWARD, FORWARD
 from .traced import Functions

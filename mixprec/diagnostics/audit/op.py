@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...functional._products import ROLES
-from ...optim._checked import short
+from ...optim._state8 import short
 from ...recipes import Recipe
 from .lost import Lost
 

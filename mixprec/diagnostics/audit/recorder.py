@@ -20,7 +20,7 @@ from ..._modes import nor_below
 from ...functional import _observed
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
-from ...optim._checked import short
+from ...optim._state8 import short
 from ...recipes import OUTLIERS, Recipe
 from . import casts, compiled, dynamo, noise, ops, points
 from .lost import Lost

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from ...functional._products import ROLES
 from ...nn._layer import Layer
 from ...nn._region import Region, current_region, recipe_here
-from ...optim._checked import short
+from ...optim._state8 import short
 from ...recipes import Recipe
 from . import casts
 from .graphs import Graph, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...optim._checked import short
+from ...optim._state8 import short
 
 _SAMPLE = 4096  # elements of each parameter
 _TORCHS = {c for c in vars(torch.optim).values() if isinstance(c, type)} - {torch.optim.LBFGS}
