@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mixprec._atomic import replace_file
+from mixprec._checkpoint_file import replace_file
 
 from .results import ResultError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mixprec._atomic import replace_file
+from mixprec._checkpoint_file import replace_file
 
 from .cases.registry import COPY
 

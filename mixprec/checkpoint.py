@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from . import _masters, _random_state
-from ._atomic import replace_file
-from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
+from ._checkpoint_file import FORMAT, VERSION, check_plain, read, replace_file, write
 from ._local_gradients import LOW_PRECISION, is_sharded
 from .nn._layer import Layer
 from .ops import export_master

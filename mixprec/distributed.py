@@ -14,7 +14,7 @@ import torch
 from . import _masters
 from ._local_gradients import LOW_PRECISION, any_sharded, is_copy, is_sharded, watch
 from .ops._dispatch import checks
-from .ops._dispatch.overlap import is_dense
+from .ops._dispatch.checks import is_dense
 
 if TYPE_CHECKING:
     import torch.distributed as dist

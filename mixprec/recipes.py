@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _recipe_aliases
+from . import _recipe_checks
 from ._recipe_checks import AMAX_OF, BLOCKS, GEMMS, GRANULARITIES, ROLES, SCALINGS, Checked
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from .ops._reference import block_formats
@@ -275,7 +275,7 @@ class Recipe(Checked):
         number, it has these `outliers`: "mxfp4+outliers-0.01". Aliases: the names used by
         Keras ("mixed_bfloat16"), of jmp ("params=float32,compute=bfloat16,output=float32"), of
         torch's dtypes, of torchao, Megatron and Transformer Engine ("hybrid"); all in
-        `mixprec._recipe_aliases`, upper or lower case, with "-" or "_". ValueError lists the names,
+        `mixprec._recipe_checks`, upper or lower case, with "-" or "_". ValueError lists the names,
         and the one that a misspelt name resembles, or says what to use for a name or dtype that is
         no recipe ("int8", "e4m3", "amp", torch.float8_e4m3fn).
         """
@@ -283,12 +283,12 @@ class Recipe(Checked):
             return recipe
         nearest = ""
         if isinstance(recipe, (str, torch.dtype)):
-            name = _recipe_aliases.name_of(str(recipe).strip().lower())
+            name = _recipe_checks.name_of(str(recipe).strip().lower())
             if "+" in name:
                 return _mixed(str(recipe), *name.split("+"))
             if found := RECIPES.get(name):
                 return found
-            if near := difflib.get_close_matches(name, [*RECIPES, *_recipe_aliases.NAMES], 1):
+            if near := difflib.get_close_matches(name, [*RECIPES, *_recipe_checks.NAMES], 1):
                 nearest = f'; did you mean "{near[0]}"?'
         names = ", ".join(f'"{name}"' for name in RECIPES)
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}{nearest}")

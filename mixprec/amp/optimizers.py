@@ -1,4 +1,4 @@
-"""What a GradScaler asks of an optimizer of torch or mixprec, also of one prepared by Accelerate."""
+"""What a GradScaler asks of an optimizer of torch, of mixprec, or prepared by Accelerate."""
 
 from __future__ import annotations
 

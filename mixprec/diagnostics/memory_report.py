@@ -20,8 +20,7 @@ from ..memory.packed import Parts, Saved
 from ..optim._release_hooks import is_released, other_hooks
 from . import plotting
 from .batches import call, scalar_loss, tensors
-from .live_gradients import LiveGradients
-from .most_in_use import MostInUse, resident
+from .peak_memory import LiveGradients, MostInUse, resident
 from .report_table import aligned, readable
 from .unchanged import as_before
 

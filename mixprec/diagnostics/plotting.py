@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._atomic import replace_file
+from .._checkpoint_file import replace_file
 
 if TYPE_CHECKING:
     from .memory_report import MemoryReport

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._atomic import replace_file
+from .._checkpoint_file import replace_file
 from . import plotting, report_table
 from .recorded import finite
 from .stats.suggest import Overrides, sqnr_table

@@ -10,8 +10,8 @@ from ._grouped_linear import grouped_linear
 from ._linear import linear, matmul
 from ._linear_cross_entropy import linear_cross_entropy
 from ._newton_schulz import orthogonalize
-from ._observed import Observer, observed
-from ._rotary import rotary
+from ._one_pass import rotary
+from ._products import Observer, observed
 
 __all__ = [
     "IntOrPair",

@@ -23,8 +23,7 @@ from ._derivatives import (
     on_backend_of_forward,
     result,
 )
-from ._observed import observe
-from ._products import Product
+from ._products import Product, observe
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 _aten = torch.ops.aten

@@ -14,8 +14,7 @@ from ._arguments import check_output, check_state, main_grad_of, no_outliers
 from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
 from ._derivatives import apply
 from ._linear import run_linear
-from ._products import Product
-from ._saturate import clips, saturate
+from ._products import Product, clips, saturate
 from .operands import Delayed, Operand
 
 IntOrPair = int | Sequence[int]

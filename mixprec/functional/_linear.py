@@ -10,7 +10,7 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
-from . import _outliers, operands
+from . import _products, operands
 from ._arguments import check_outliers, check_output, check_state, main_grad_of
 from ._derivatives import (
     Tensors,
@@ -20,8 +20,7 @@ from ._derivatives import (
     on_backend_of_forward,
     result,
 )
-from ._products import Gemms, Product, WeightLike, grad_bias
-from ._saturate import clips, saturate
+from ._products import Gemms, Product, WeightLike, clips, grad_bias, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 
@@ -79,7 +78,7 @@ class _Linear(torch.autograd.Function):
         ctx.delayed, ctx.main_grad = delayed, main_grad
         rest_x, rest_w, of_x, of_w = x, weight, None, None
         if outliers is not None:
-            (rest_x, of_x), (rest_w, of_w) = (_outliers.split(t, outliers) for t in (x, weight))
+            (rest_x, of_x), (rest_w, of_w) = (_products.split(t, outliers) for t in (x, weight))
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
@@ -100,7 +99,7 @@ class _Linear(torch.autograd.Function):
             qx.matrix, qw.matrix, bias, out_dtype if outliers is None else torch.float32
         )
         if of_x is not None and of_w is not None:
-            _outliers.add(y, of_x, of_w, product.name, simulated)
+            _products.add(y, of_x, of_w, product.name, simulated)
             y = result(y, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
@@ -120,7 +119,7 @@ class _Linear(torch.autograd.Function):
         if need_w:
             of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
         if outliers is not None:
-            _outliers.put(ctx, g, outliers, (of_x, w_outliers), (of_w, x_outliers))
+            _products.put(ctx, g, outliers, (of_x, w_outliers), (of_w, x_outliers))
         of_bias = grad_bias(g, ctx.bias_dtype) if need_bias else None
         return None if of_x is None else of_x.view(ctx.x_shape), of_w, of_bias, *[None] * 5
 

@@ -2,18 +2,125 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
+from ..formats import FP16
 from ..ops._dispatch.scaled_mm import Blocks
 from ..ops._reference.gemm_scales import Operands
 from ..ops.block_operands import unpacked
 from ..ops.gemm import accumulate, accumulate_blocks, run_blocks
 from ..ops.gemm import run as gemm
-from ..recipes import Recipe
-from ._observed import observe
+from ..recipes import OUTLIERS, Recipe
 from .operands import Delayed, Matrix, Operand
+
+# kind ("forward", "grad_input", "grad_weight"), layer name, format of a, format of b
+Observer = Callable[[str, str, str, str], None]
+
+_observer: Observer | None = None
+# For audit, with the recipe itself: kind, recipe, name.
+listeners: list[Callable[[str, Recipe, str], None]] = []
+
+
+@contextlib.contextmanager
+def observed(callback: Observer) -> Iterator[None]:
+    """Call callback(kind, name, a_format, b_format) before each GEMM run inside the block.
+
+    kind: "forward", "grad_input" or "grad_weight"; name: the `name` given to `linear` or `conv2d`,
+    whose convolutions count as GEMMs; the formats are names such as "e4m3". A backward pass is
+    reported if it runs inside the block; the columns of outliers, in bf16, are not reported apart
+    from their product. Blocks nest: the innermost callback is called. The setting
+    is global to the process (CUDA's backward runs in a thread of its own) and restored when the
+    block ends.
+    """
+    global _observer
+    before, _observer = _observer, callback
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def observe(kind: str, recipe: Recipe, name: str) -> None:
+    """Report a GEMM that is about to run."""
+    if _observer is not None and recipe is not OUTLIERS:
+        a_format, b_format = getattr(recipe, kind)
+        _observer(kind, name, a_format.name, b_format.name)
+    if not torch.compiler.is_compiling():  # whose graphs audit reads
+        for listener in listeners:
+            listener(kind, recipe, name)
+
+
+class _Saturate(torch.autograd.Function):
+    """fp16(y) for y in FP32, with +-65504 where a finite y would become Inf."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, clipped: torch.Tensor | None) -> torch.Tensor:
+        rounded = y.to(torch.float16)
+        over = rounded.isinf() & y.isfinite()
+        ctx.save_for_backward(over)
+        if clipped is not None:
+            clipped.add_(over.sum())  # on the device: no host sync
+        return torch.where(over, rounded.clamp(-FP16.max, FP16.max), rounded)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (over,) = ctx.saved_tensors
+        return g.masked_fill(over, 0.0), None
+
+
+def clips(recipe: Recipe, out_dtype: torch.dtype) -> bool:
+    """Whether the output is computed in FP32 first, to be saturated."""
+    return recipe.clip_activations and out_dtype == torch.float16
+
+
+def saturate(y: torch.Tensor, clipped: torch.Tensor | None) -> torch.Tensor:
+    """y (fp32) in fp16, rounded once: finite values beyond the largest, 65504, become +-65504 and
+    are counted in `clipped` (int64 []); Inf and NaN stay. The gradient is 0 where it was clipped.
+    """
+    return _Saturate.apply(y, clipped)
+
+
+def split(t: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """t [..., K] with 0 in these columns, and the columns [M, k] in bf16."""
+    part = t.index_select(-1, indices).to(torch.bfloat16)
+    return t.index_fill(-1, indices, 0.0), part.reshape(-1, indices.shape[0])
+
+
+def add(total: torch.Tensor, x: torch.Tensor, w: torch.Tensor, name: str, on: str | None) -> None:
+    """total [M, N] += x [M, k] @ w [N, k]^T, in FP32."""
+    observe("forward", OUTLIERS, name)
+    accumulate(total, Operands(x, w.t()), on)
+
+
+def put(
+    ctx: Any,
+    g: torch.Tensor,
+    indices: torch.Tensor,
+    input_and_w: tuple[torch.Tensor | None, torch.Tensor | None],
+    weight_and_x: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Compute these columns of the gradient of a layer's input [M, K] from w [N, k], and of its
+    weight [N, K], or of ctx.main_grad, from x [M, k], where there are these."""
+    _, name, simulated = ctx.gemms
+    rows = g.to(torch.bfloat16).reshape(-1, g.shape[-1])
+    (of_input, w), (of_weight, x) = input_and_w, weight_and_x
+    if of_input is not None and w is not None:
+        observe("grad_input", OUTLIERS, name)
+        columns = gemm(Operands(rows, w), None, of_input.dtype, False, simulated)
+        of_input.index_copy_(1, indices, columns)
+    if x is None:
+        return
+    observe("grad_weight", OUTLIERS, name)
+    dtype = torch.float32 if of_weight is None else of_weight.dtype
+    columns = gemm(Operands(rows.t(), x), None, dtype, False, simulated)
+    if of_weight is None:
+        ctx.main_grad.index_add_(1, indices, columns)
+    else:
+        of_weight.index_copy_(1, indices, columns)
 
 
 class Product(NamedTuple):

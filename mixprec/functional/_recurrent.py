@@ -16,9 +16,7 @@ from ..recipes import Recipe
 from ._arguments import main_grad_of
 from ._derivatives import Tensors, apply, on_backend_of_forward
 from ._linear import linear
-from ._observed import observe
-from ._products import Gemms, WeightLike
-from ._saturate import clips, saturate
+from ._products import Gemms, WeightLike, clips, observe, saturate
 from .operands import Delayed, Matrix
 
 _NO_SECOND = (

@@ -16,8 +16,7 @@ from ..ops._dispatch import simulation
 from ..ops._dispatch.block_products import reads_swizzled
 from ..ops._dispatch.casts import Cast
 from ..ops._dispatch.library import capability
-from ..ops._reference.block_formats import DEFAULT_SCALE_MODE
-from ..ops._reference.hadamard import hadamard
+from ..ops._reference.block_formats import DEFAULT_SCALE_MODE, hadamard
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
 from ..recipes import DELAYED_ROLES, Recipe

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._context import context, replaced
-from ..ops._dispatch.overlap import is_dense
+from ..ops._dispatch.checks import is_dense
 from ..ops.pack import pack, unpack
 
 

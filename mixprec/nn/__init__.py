@@ -4,11 +4,10 @@ from ._layer import Layer, QuantizedWeight
 from .attention import MultiheadAttention
 from .blocks import MLP, GatedMLP, NormLinear
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from .conv1d import Conv1D
 from .experts import Experts
 from .intercepted import Intercepted
 from .known import MLPSpec, NormSpec, register_fusion
-from .linear import Linear
+from .linear import Conv1D, Linear
 from .linear_cross_entropy import LinearCrossEntropy
 from .recurrent import GRU, LSTM, RNN
 

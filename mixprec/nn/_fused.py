@@ -19,10 +19,9 @@ from ..memory.compress_saved import ModuleHook
 from ..ops._dispatch import checks
 from . import _region
 from ._fused_forward import own_forward
-from .conv1d import Conv1D
 from .known import NormSpec, spec_of
 from .known_norms import as_input
-from .linear import Linear, product_of
+from .linear import Conv1D, Linear, product_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)

@@ -11,7 +11,7 @@ import torch
 
 from .._modes import is_watched
 from ..functional._derivatives import is_twice_differentiable
-from ..functional._rotary import rotary
+from ..functional._one_pass import rotary
 from ..ops._dispatch import checks
 from . import _region
 from ._fused import PLAIN

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from .._modes import is_watched
-from ..functional._activation import Activation
 from ..functional._derivatives import apply, is_twice_differentiable
-from ..functional._norm import RowNorm
+from ..functional._one_pass import Activation, RowNorm
 from ..ops._dispatch import autocast, checks
 from . import _region
 from ._fused import PLAIN, activation_of, fits_norm, norm_of

@@ -19,9 +19,9 @@ from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import Layer, kinds
 from ._compressed import set_saved
-from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
+from .unconvert import unchanged_on_error
 
 logger = logging.getLogger("mixprec")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import functional
-from ..functional._mixture import mixture
+from ..functional._grouped_linear import mixture
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._own_products import OwnProducts, whole

@@ -13,9 +13,8 @@ from . import experts, recurrent
 from ._layer import Layer
 from .attention import MultiheadAttention
 from .conv import CONVOLUTIONS, Convolution
-from .conv1d import Conv1D
 from .imported import adapted_layer, imported_class
-from .linear import Linear
+from .linear import Conv1D, Linear
 
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch import checks, overlap
+from ._dispatch import checks
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
@@ -62,7 +62,7 @@ def _check(args: Any) -> None:
             checks.has_shape(op, f"{name}[{i}]", t, shape, meaning)
             checks.on_device(op, f"{name}[{i}]", t, device, "scales[0]")
             checks.is_writable(op, f"{name}[{i}]", t)
-    overlap.check_disjoint(op, "amax_histories", amax_histories)
+    checks.check_disjoint(op, "amax_histories", amax_histories)
 
 
 delayed_scales_op = Op(

@@ -8,7 +8,7 @@ import torch
 
 from ._dispatch import checks
 from ._dispatch.op import Op
-from ._reference import block_codes, block_formats, scale_layout
+from ._reference import block_formats, scale_layout
 
 
 def dequantize_mx_reference(args: Any) -> torch.Tensor:
@@ -28,9 +28,9 @@ def dequantize_mx_reference(args: Any) -> torch.Tensor:
     m, size = scale_layout.as_matrix(data.shape)
     codes = data.reshape(m, size)
     if block.element.bits == 4:
-        codes = block_codes.split(codes, columns)
-    wide = codes.float() if block.element.bits == 8 else block_codes.decode(codes, block.element)
-    scale = scale_inv.float() if block.nvfp4 else block_codes.e8m0_value(scale_inv)
+        codes = block_formats.split(codes, columns)
+    wide = codes.float() if block.element.bits == 8 else block_formats.decode(codes, block.element)
+    scale = scale_inv.float() if block.nvfp4 else block_formats.e8m0_value(scale_inv)
     if tensor_scale_inv is not None:
         scale = scale * tensor_scale_inv.reshape(())
     scale = scale.repeat_interleave(block.block, 1)[:, :columns]

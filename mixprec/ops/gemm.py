@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import (
-    autocast,
-    block_products,
-    checks,
-    gemm_table,
-    gemm_vendor,
-    overlap,
-    simulation,
-)
+from ._dispatch import autocast, block_products, checks, gemm_table, gemm_vendor, simulation
 from ._dispatch.op import Choice, Op
 from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales, tensor_core
@@ -100,7 +92,7 @@ def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
     _check_operands(op, operands)
     _check_acc(acc, a.shape[0], b.shape[1], a.device)
     for name, t in operands._asdict().items():
-        if t is not None and overlap.ranges_overlap(acc, t):
+        if t is not None and checks.ranges_overlap(acc, t):
             raise ValueError(
                 f"{op}: acc is written while {name} is read, so they must not overlap in memory"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import autocast, checks, gemm_grouped_vendor, overlap
+from ._dispatch import autocast, checks, gemm_grouped_vendor
 from ._dispatch.op import Choice, Op
 from ._reference import gemm_groups, gemm_scales
 from ._reference.gemm_groups import by_rows, groups
@@ -69,7 +69,7 @@ def _check_accumulate(acc: torch.Tensor, operands: Operands, offs: torch.Tensor)
     checks.on_device(op, "acc", acc, a.device, "a")
     checks.is_writable(op, "acc", acc)
     for name, t in (*operands._asdict().items(), ("offs", offs)):
-        if t is not None and overlap.ranges_overlap(acc, t):
+        if t is not None and checks.ranges_overlap(acc, t):
             raise ValueError(
                 f"{op}: acc is written while {name} is read, so they must not overlap in memory"
             )

@@ -7,7 +7,7 @@ import torch
 from ..formats import E4M3
 from ._dispatch import checks
 from ._dispatch.op import Op
-from ._reference import block_codes, block_formats, rounding, scale_layout
+from ._reference import block_formats, rounding, scale_layout
 from ._reference.scale_layout import contiguous_copy
 from .amax import amax_reference
 from .scale import scale_from_amax
@@ -24,7 +24,7 @@ def _mx_scale(
     amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of the scales, and what elements are multiplied with: 2^-X, always normal."""
-    code = block_codes.e8m0(amax, block.element, scale_mode)
+    code = block_formats.e8m0(amax, block.element, scale_mode)
     return code.to(torch.uint8), (254 - code << 23).view(torch.float32)
 
 
@@ -33,7 +33,7 @@ def _nvfp4_scale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for E4M3 scales beside that of the tensor; up: none is rounded down."""
     exact = amax * (scale / 6.0)
-    code = block_codes.encode(exact, E4M3, None)
+    code = block_formats.encode(exact, E4M3, None)
     if up:
         below = (code.view(torch.float8_e4m3fn).float() < exact) & (code < 0x7E)  # 0x7E: 448
         code += below
@@ -69,9 +69,9 @@ def _by_blocks(
         seed, stream = random
         first = torch.zeros((), dtype=torch.int64, device=rows.device)
         bits = rounding.random_bits(values.shape, seed, first, 0, stream)
-    data = block_codes.encode(values, block.element, bits).reshape(padded.shape)[:, :k]
+    data = block_formats.encode(values, block.element, bits).reshape(padded.shape)[:, :k]
     if block.element.bits == 4:
-        data = block_codes.join(data)
+        data = block_formats.join(data)
     return contiguous_copy(data).view(block.element.dtype), contiguous_copy(codes)
 
 

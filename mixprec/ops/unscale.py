@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, overlap
+from ._dispatch import checks
 from ._dispatch.op import Op
 
 COUNTS = 4  # Inf, NaN, zeros, subnormals
@@ -56,7 +56,7 @@ def _check(
         checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
         checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
         checks.is_writable(op, f"grads[{i}]", grad)
-    overlap.check_disjoint(op, "grads", grads)
+    checks.check_disjoint(op, "grads", grads)
     if counts is not None:
         shape, device = (len(grads), COUNTS), found_inf.device
         checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")

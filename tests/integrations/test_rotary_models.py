@@ -16,7 +16,7 @@ from torch.profiler import profile
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import mixprec  # noqa: E402
-from mixprec.functional import _rotary  # noqa: E402
+from mixprec.functional import _one_pass  # noqa: E402
 from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
 from mixprec.nn import _known_functions  # noqa: E402
 from mixprec.nn._known_functions import RotaryForward  # noqa: E402
@@ -34,8 +34,8 @@ def tables(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What was rotated in one pass."""
     seen: list[torch.Tensor] = []
-    run = _rotary.run
-    monkeypatch.setattr(_rotary, "run", lambda *args: seen.append(args[0]) or run(*args))
+    run = _one_pass.run
+    monkeypatch.setattr(_one_pass, "run", lambda *args: seen.append(args[0]) or run(*args))
     return seen
 
 

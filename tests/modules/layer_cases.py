@@ -13,7 +13,7 @@ from torch import nn
 import mixprec
 from mixprec import functional
 from mixprec.functional.operands import Delayed
-from mixprec.ops._reference.hadamard import hadamard
+from mixprec.ops._reference.block_formats import hadamard
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import Recipe
 

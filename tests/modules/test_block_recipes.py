@@ -14,7 +14,7 @@ from layer_cases import BLOCK_MIXES, leaf, saved_tensors
 import mixprec
 from mixprec import functional
 from mixprec.functional import operands
-from mixprec.ops._reference.hadamard import BLOCK, hadamard
+from mixprec.ops._reference.block_formats import BLOCK, hadamard
 from mixprec.ops.dequantize_mx import dequantize_mx_op
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import sqnr

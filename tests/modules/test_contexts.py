@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import mixprec
 from mixprec.functional import attention, conv2d, linear, norm_linear, rotary
 from mixprec.functional._derivatives import apply
-from mixprec.functional._norm import RowNorm
+from mixprec.functional._one_pass import RowNorm
 from mixprec.memory.compress_saved import recorded
 from mixprec.ops._dispatch import simulation
 

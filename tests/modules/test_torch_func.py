@@ -19,7 +19,7 @@ from mixprec.diagnostics.audit.layers import model_sqnr
 from mixprec.diagnostics.stats import Monitor
 from mixprec.functional import attention, linear, mlp, norm_linear, rotary
 from mixprec.functional._derivatives import apply
-from mixprec.functional._norm import RowNorm
+from mixprec.functional._one_pass import RowNorm
 from mixprec.recipes import RECIPES
 
 Tensors = tuple[torch.Tensor, ...]

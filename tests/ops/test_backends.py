@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch import arch, backends, library, self_check
+from mixprec.ops._dispatch import backends, library, self_check
 from mixprec.ops._dispatch.op import OPS, Op
 
 
@@ -146,9 +146,9 @@ ARCHS = {
 @pytest.mark.parametrize("archs", ARCHS)
 def test_which_gpus_a_build_is_for(archs: str) -> None:
     runs, refused = ARCHS[archs]
-    assert [arch.why_not(archs, capability) for capability in runs] == [None] * len(runs)
+    assert [backends.why_not(archs, capability) for capability in runs] == [None] * len(runs)
     for major, minor in refused:
-        reason = str(arch.why_not(archs, (major, minor)))
+        reason = str(backends.why_not(archs, (major, minor)))
         assert reason.startswith("the CUDA kernels were built for ")
         assert f"this GPU is {major}.{minor};" in reason
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch.overlap import check_disjoint
+from mixprec.ops._dispatch.checks import check_disjoint
 from mixprec.optim import SGD, AdamW, Lion, Muon
 
 

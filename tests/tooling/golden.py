@@ -268,8 +268,8 @@ def saved(folder: Path) -> Results:
     return results
 
 
-# Of a report: what is measured anew in each run, or names the machine.
-MEASURED = ("seconds", "date", "environment", "version", "commit")
+# Of a report: what is measured anew in each run, names the machine or where this file stands.
+MEASURED = ("seconds", "date", "environment", "version", "commit", "line")
 
 
 def plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.diagnostics.memory_report import MemoryReport
-from mixprec.diagnostics.most_in_use import usage
+from mixprec.diagnostics.peak_memory import usage
 
 M, K = 64, 128
 

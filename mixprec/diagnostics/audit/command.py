@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ...nn.convert import convert
-from ..made import made
+from ..batches import made
 from .report import Audit, audit
 
 _EPILOG = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...recipes import OUTLIERS
 from ..stats.layers import measured_layers, say_what_is_left_out
-from ..stats.products import PRODUCTS, REMEDIES, Sqnr, below_bar
+from ..stats.suggest import PRODUCTS, REMEDIES, Sqnr, below_bar
 from ..unchanged import unchanged
 from . import casts
 from .lost import Lost

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ..stats.products import BARS
+from ..stats.suggest import BARS
 from .lost import Lost
 from .op import PRODUCTS, Op, joined
 from .sqnr_table import product

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jinja2
 from torch import nn
 
-from ..stats.products import BARS
+from ..stats.suggest import BARS
 from .lost import Lost
 from .op import PRODUCTS, SHORT, STEP, Op, bits, readable
 from .sqnr_table import decibels, product

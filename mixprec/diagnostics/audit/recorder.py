@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._modes import nor_below
-from ...functional import _observed
+from ...functional import _products
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._state8 import short
@@ -183,8 +183,8 @@ class Recorder(dynamo.Asked):
             for p in self.owners.parameters():
                 if p.grad is not None:  # it may be 0
                     self._zeroed[p.grad] = None
-            _observed.listeners.append(self._product)
-            stack.callback(_observed.listeners.remove, self._product)
+            _products.listeners.append(self._product)
+            stack.callback(_products.listeners.remove, self._product)
             if self._reads_compiled:
                 stack.enter_context(self.compiled.watching())
             stack.enter_context(self)

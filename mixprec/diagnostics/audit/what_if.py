@@ -9,7 +9,7 @@ import torch
 
 from ...functional import operands
 from ...functional._products import ROLES
-from ...ops._reference.hadamard import hadamard
+from ...ops._reference.block_formats import hadamard
 from ...recipes import Recipe
 from ..stats.measure import decoded, squares
 

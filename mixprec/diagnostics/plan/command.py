@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..made import made
+from ..batches import made
 from .assignment import QUANTITIES
 from .planning import plan
 

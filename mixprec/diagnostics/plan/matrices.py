@@ -9,9 +9,8 @@ from torch import nn
 
 from ...functional import is_pointwise
 from ...nn.conv import Convolution
-from ...nn.conv1d import Conv1D
 from ...nn.kinds import layer_for
-from ...nn.linear import Linear
+from ...nn.linear import Conv1D, Linear
 from ...recipes import GEMMS, Recipe
 from ..audit.what_if import cast
 from ..stats.layers import as_operand

@@ -20,11 +20,10 @@ from ..audit.report import Audit
 from ..batches import call, scalar_loss
 from ..terminal import Line
 from ..unchanged import as_before
-from . import hardware as processors
+from . import cost as processors
 from . import text
 from .assignment import QUANTITIES, Assignment, Program
-from .cost import costs
-from .hardware import Hardware
+from .cost import Hardware, costs
 from .matrices import why_not
 from .plan import Plan, convertible, joined, prediction
 from .sensitivity import Training, measure, others

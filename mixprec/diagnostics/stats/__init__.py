@@ -4,7 +4,7 @@
 once, at the end of a run. `histogram` counts the magnitudes of one tensor.
 """
 
-from .histogram import Histogram, histogram
+from .measure import Histogram, histogram
 from .monitor import Monitor
 
 __all__ = ["Histogram", "Monitor", "histogram"]

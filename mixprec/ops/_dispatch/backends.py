@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 import torch
 
 from ..._context import replaced
-from . import arch, library
+from . import library
+
+_ARCH = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
+
+
+def _covers(arch: str, capability: tuple[int, int]) -> bool:
+    found = _ARCH.fullmatch(arch)
+    if found is None:
+        return True  # a name such as Hopper, which torch resolves
+    built, kind = (int(found[1]), int(found[2])), found[3]
+    if kind == "a":  # instructions of this architecture only
+        return capability == built
+    same_family = capability[0] == built[0] and capability[1] >= built[1]
+    return same_family or (found[4] is not None and kind == "" and capability >= built)
+
+
+def why_not_built(archs: str, capability: tuple[int, int]) -> str | None:
+    """None if code built for `archs` ("8.0;9.0a;12.0+PTX") runs on a GPU of `capability`.
+
+    Code for X.Y runs on X.Z with Z >= Y; "a" only on X.Y itself; "+PTX" on X.Y and all later ones.
+    None if `archs` is empty (not recorded).
+    """
+    names = re.split(r"[;\s]+", archs.strip())
+    if names == [""] or any(_covers(name, capability) for name in names):
+        return None
+    gpu = ".".join(map(str, capability))
+    return (
+        f"the CUDA kernels were built for {', '.join(names)}, and this GPU is {gpu}; to build them "
+        f"for it, set TORCH_CUDA_ARCH_LIST={gpu}"
+    )
+
 
 BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
 # The order of preference per device type; an op with a `Choice` has its own on a GPU. On the CPU
@@ -76,7 +107,7 @@ def not_built_for(index: int) -> str | None:
             "a launch takes up to 32 KB of arguments, which needs a driver for CUDA 12.1 (530) or "
             f"later, and this one is for CUDA {driver // 1000}.{driver % 1000 // 10}"
         )
-    return arch.why_not(library.CUDA_ARCHS, capability)
+    return why_not_built(library.CUDA_ARCHS, capability)
 
 
 def can_compare() -> bool:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._context import context
 from ...formats import E4M3
-from .._reference import block_codes, block_formats
+from .._reference import block_formats
 from . import backends, library
 from .scaled_mm import CAPABILITIES, MXFP8, NVFP4, Blocks, multiply, why_not
 
@@ -108,15 +108,15 @@ def example(fmt: str, rows: int, device: str) -> tuple[Blocks, torch.Tensor]:
         -2, 3, (rows, k // block.block), generator=generator, dtype=torch.int32, device="cpu"
     )
     scale = exponent.float().exp2()
-    codes = block_codes.encode(x.float(), block.element, None)
+    codes = block_formats.encode(x.float(), block.element, None)
     wide = x.double() * scale.double().repeat_interleave(block.block, 1)
     tensor = None
     if block.nvfp4:
         codes, tensor = (
-            block_codes.join(codes),
+            block_formats.join(codes),
             torch.full((), 0.5, dtype=torch.float32, device=device),
         )
-        stored = block_codes.encode(scale, E4M3, None).view(torch.float8_e4m3fn)
+        stored = block_formats.encode(scale, E4M3, None).view(torch.float8_e4m3fn)
         wide = wide / 2
     else:
         stored = (exponent + 127).to(torch.uint8)

@@ -1,7 +1,7 @@
 """The vendor's GEMMs, torch.mm and torch._scaled_mm, for calls that they compute exactly as gemm is
 defined: FP32 accumulation and one rounding, in one call.
 
-gemm_vendor_blocks has those with scales of blocks."""
+scaled_mm has those with scales of blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import checks, gemm_vendor_blocks
+from . import checks, scaled_mm
 from .library import Capability
 
 # The settings that let torch.mm accumulate in less than FP32: across a split K, or everywhere.
@@ -67,7 +67,7 @@ def _scaled_why_not(
     if kind == "mixed" or a_scale_inv is None or b_scale_inv is None:
         return "torch._scaled_mm takes scales of one granularity for both operands"
     if kind == "blocks":
-        return gemm_vendor_blocks.why_not(a, b, a_scale_inv, b_scale_inv, capability)
+        return scaled_mm.why_not_fp32_scales(a, b, a_scale_inv, b_scale_inv, capability)
     if capability is not None and capability[0] not in (9, 10):
         return "torch._scaled_mm takes scales per row only on compute capability 9 and 10"
     if out_dtype != torch.bfloat16 or b.dtype != torch.float8_e4m3fn:
@@ -132,7 +132,7 @@ def gemm_vendor(
         kind = _granularity(a_scale_inv, b_scale_inv, a.shape[0], b.shape[1])
         a, b = _aligned(a), _aligned(b.t()).t()
         if kind == "blocks" and a_scale_inv is not None and b_scale_inv is not None:
-            return gemm_vendor_blocks.multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
+            return scaled_mm.multiply_fp32_scales(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
         return torch._scaled_mm(
             a,
             b,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._reference import rounding, state8
-from . import checks, example_inputs, overlap
+from . import checks, example_inputs
 from .op import Op
 
 REMAINDERS = (torch.int16, torch.int8)  # of a master: the bits that a bf16 param lacks; 8 of them
@@ -265,7 +265,7 @@ def _check(op: UpdateOp, args: Any) -> None:
     for i, param in enumerate(args.params):
         _check_param(name, i, param, args, labels[i::count])
     _check_scales(name, args, labels)
-    overlap.check_disjoint(name, "params", args.params)
+    checks.check_disjoint(name, "params", args.params)
 
 
 def _check_scalars(op: str, args: Any) -> None:
