@@ -17,7 +17,6 @@ from . import (  # noqa: F401
     pack,
     quantize,
     quantize_mx,
-    recurrent,
     simulate,
     step,
     training,

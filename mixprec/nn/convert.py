@@ -73,8 +73,8 @@ def convert(
     saved: Bits | None = None,
     fuse: bool = False,
 ) -> nn.Module:
-    """Make linear layers, convolutions, attention and, on a CPU, recurrent layers in `model` those
-    of mixprec.nn, in place; return the model.
+    """Make linear layers, convolutions and attention in `model` those of mixprec.nn, in place;
+    return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
     library's name that `Recipe.parse` accepts, torch.bfloat16 or torch.float16, or a Recipe.
@@ -104,11 +104,11 @@ def convert(
     recipe; if they already have it, nothing changes, scales included. `mixprec.unconvert` is the
     inverse.
 
-    Convolutions are those of one, two and three dimensions, also transposed; recurrent layers are
-    nn.LSTM, nn.GRU and nn.RNN (see `mixprec.nn.LSTM`). Subclasses of nn.Linear and of convolutions
-    are converted too and stay instances of their class; so are parametrized layers (weight norm,
-    spectral norm), nn.MultiheadAttention (its projections), the Conv1D of transformers, and modules
-    with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their own, calls
+    Convolutions are those of one, two and three dimensions, also transposed. Subclasses of
+    nn.Linear and of convolutions are converted too and stay instances of their class; so are
+    parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections), the
+    Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a mixture.
+    Recurrent layers stay torch's. In a forward pass of their own, calls
     of linear, convolutions and grouped_mm of torch.nn.functional use the recipe, and so do matrix
     products with a parameter of the module. The adapters of peft are left as they are, beside the
     layers that they adapt. torch's encoder layers that are converted as a whole no longer take

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import experts, recurrent
+from . import experts
 from ._layer import Layer
 from .attention import MultiheadAttention
 from .conv import CONVOLUTIONS, Convolution
@@ -45,8 +45,6 @@ def layer_for(module: nn.Module) -> type[Layer] | None:
             return layer
     if isinstance(module, nn.MultiheadAttention) and kind.forward is nn.MultiheadAttention.forward:
         return MultiheadAttention
-    if isinstance(module, nn.RNNBase):
-        return recurrent.layer_for(module)
     conv1d = kind is imported_class("transformers.pytorch_utils", "Conv1D")
     return Conv1D if conv1d else experts.layer_for(module)
 
@@ -160,7 +158,6 @@ def coverage(
     """How much of `model` is in `layers` (those of mixprec.nn), and what is not. why_left: the
     reasons for modules that could be; unsupported: the reason for all others."""
     reasons = dict.fromkeys(adapters(model), ADAPTER) | (why_left or {})
-    by_convert = layers is None
     if layers is None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
     converted = {p for layer in layers for p in _weights(layer, recurse=True)}
@@ -176,8 +173,6 @@ def coverage(
                     beyond += weight.numel()
                     own = _has_own_forward(module)
                     reason = "it has a forward pass of its own" if own else unsupported
-                    if by_convert and isinstance(module, nn.RNNBase):
-                        reason = recurrent.why_not(module) or reason
                 key = type(module).__name__, reason
                 left[key] += weight.numel()
                 if (name := fqn or "the model") not in names.setdefault(key, []):
@@ -205,8 +200,6 @@ def _first(names: list[str]) -> str:
 def _has_own_forward(module: nn.Module) -> bool:
     """A subclass of torch's layers that computes in another way."""
     kind: Any = type(module)
-    if isinstance(module, nn.RNNBase):
-        return kind.forward not in (*recurrent.FORWARDS, recurrent.LSTM.forward)
     if isinstance(module, nn.Linear):
         return not computes_linear(kind)
     torchs = next((torchs for torchs in CONVOLUTIONS if isinstance(module, torchs)), None)

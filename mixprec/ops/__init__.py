@@ -19,7 +19,6 @@ from .nf4 import dequantize_nf4, quantize_nf4
 from .norm_quantize import norm_quantize
 from .pack import pack, unpack
 from .quantize import quantize
-from .recurrent import recurrent, recurrent_backward
 from .rotary import rotary
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
@@ -50,8 +49,6 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_nf4",
-    "recurrent",
-    "recurrent_backward",
     "rotary",
     "scale_from_amax_",
     "sgd_",

@@ -45,7 +45,6 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "activation_loops.h"
 #include "cross_entropy_loops.h"
 #include "norm_loops.h"
-#include "recurrent_loops.h"
 
 constexpr GemmKernel make_gemm_f32() {
   GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
@@ -94,8 +93,6 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .rotary = rotary,
       .cross_entropy = cross_entropy,
       .cross_entropy_backward = cross_entropy_backward,
-      .recurrent = recurrent,
-      .recurrent_backward = recurrent_backward,
       .simulated = simulated,
       .simulated_short = simulated_short,
   };

@@ -12,7 +12,6 @@
 #include "math/lion.h"
 #include "math/muon_direction.h"
 #include "math/mx.h"
-#include "math/recurrent.h"
 #include "math/sgd.h"
 #include "math/tensor_core.h"
 
@@ -119,26 +118,6 @@ struct BlockCastRule {
   uint32_t stream;  // 0 for x, 1 for its transpose
 };
 
-// Units of a row of a recurrent layer. Gates, and numbers that are saved, are ld apart, sums
-// ld_sums.
-struct RecurrentRow {
-  Cell cell;
-  const float *x, *sums;
-  const float* bias;  // of the gate n of a GRU
-  int64_t ld, ld_sums;
-  float *c, *h;  // the state, in place; c: of an LSTM
-  float* saved;  // or null
-};
-
-struct RecurrentGrads {
-  Cell cell;
-  const float *saved, *g;  // g: of the output
-  int64_t ld;
-  float *dh, *dc;  // of the state, in place; dh: without what comes through the gates
-  float* dx;
-  float* dq;  // of a GRU: of the sums of the gate n
-};
-
 struct RowStatistics {
   float mean, rstd;
 };
@@ -233,8 +212,6 @@ struct Loops {
   void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);
   void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float own,
                                  const CrossEntropyRow&, Softcap, Dtype, void* g);
-  void (*recurrent)(const RecurrentRow&, int64_t n);
-  void (*recurrent_backward)(const RecurrentGrads&, int64_t n);
   SimulatedKernel simulated;        // sums of 24 bits
   SimulatedKernel simulated_short;  // of 14 bits
 };

@@ -26,7 +26,6 @@ from .products import (
     gemm_simulated,
     rotary,
 )
-from .recurrent import recurrent, recurrent_backward
 from .scales import clip_coef, inv_scale, scale_from_amax, update_delayed_scales, update_scale
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "cross_entropy", "cross_entropy_backward", "dequantize", "dequantize_mx", "dequantize_nf4",
     "gemm", "gemm_accumulate", "gemm_grouped", "gemm_grouped_accumulate", "gemm_simulated",
     "grad_stats", "inv_scale", "norm_backward",
-    "norm_quantize", "pack", "quantize", "quantize_mx", "quantize_nf4", "recurrent",
-    "recurrent_backward", "rotary", "scale_from_amax", "unpack", "unscale", "update",
-    "update_delayed_scales", "update_scale",
+    "norm_quantize", "pack", "quantize", "quantize_mx", "quantize_nf4", "rotary",
+    "scale_from_amax", "unpack", "unscale", "update", "update_delayed_scales", "update_scale",
 ]  # fmt: skip
