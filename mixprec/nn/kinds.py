@@ -34,7 +34,7 @@ def layer_for(module: nn.Module) -> type[Layer] | None:
     A subclass without a forward pass of its own computes as torch's class does.
     """
     kind: Any = type(module)
-    if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)):
+    if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)) or _in_4bit(module):
         return None
     if any(p.is_complex() for p in module.parameters(recurse=False)):
         return None
@@ -62,18 +62,27 @@ def _convolves_as(kind: Any, torchs: Any) -> bool:
     return all(getattr(kind, name, None) is getattr(torchs, name, None) for name in names)
 
 
+def _in_4bit(module: object) -> bool:
+    """Whether it is a layer of bitsandbytes, whose weight is codes, of whatever dtype."""
+    kind = imported_class("bitsandbytes.nn.modules", "Linear4bit")
+    return kind is not None and isinstance(module, kind)
+
+
 def takes_outliers(module: nn.Module) -> bool:
     """Whether the layer that `module` is, or can become, may have a recipe with outliers."""
     kind = type(module) if isinstance(module, Layer) else layer_for(module)
     return kind is not None and kind._takes_outliers
 
 
-def adapters(model: nn.Module) -> set[nn.Module]:
-    """The small layers that peft has added (LoRA and others) beside the layers that they adapt."""
+def adapters(model: nn.Module, *, of_4bit: bool = True) -> set[nn.Module]:
+    """The small layers that peft has added (LoRA and others) beside the layers that they adapt;
+    without of_4bit not those of bitsandbytes' layers in 4 bits."""
     found: set[nn.Module] = set()
     adapted = adapted_layer()
     for module in model.modules() if adapted is not None else ():
         if isinstance(module, adapted):
+            if not of_4bit and _in_4bit(getattr(module, "base_layer", None)):
+                continue
             for name in module.adapter_layer_names:
                 added = getattr(module, name, None)
                 found.update(added.modules() if isinstance(added, nn.Module) else ())
