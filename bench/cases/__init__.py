@@ -12,7 +12,6 @@ from . import (  # noqa: F401
     head,
     mlp,
     models,
-    nf4,
     overhead,
     pack,
     quantize,

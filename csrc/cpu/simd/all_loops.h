@@ -3,7 +3,6 @@
 #include "gemm_loops.h"
 #include "gemm_panel_loops.h"
 #include "grad_loops.h"
-#include "nf4_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
 #include "rotary_loops.h"
@@ -76,8 +75,6 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .quantize_mx = quantize_mx,
       .quantize_mx_columns = quantize_mx_columns,
       .dequantize_mx = dequantize_mx<Registers>,
-      .quantize_nf4 = quantize_nf4,
-      .dequantize_nf4 = dequantize_nf4<Registers>,
       .unscale = unscale,
       .grad_stats = grad_stats,
       .adamw = step_loop<AdamW>,

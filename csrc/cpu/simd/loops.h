@@ -182,9 +182,6 @@ struct Loops {
   // n elements of a row from the start of a block on. tensor_scale_inv: null, or one number.
   void (*dequantize_mx)(BlockFormat, Dtype out_dtype, const uint8_t* q, const uint8_t* scale_inv,
                         const float* tensor_scale_inv, void* out, int64_t n);
-  // The codes and the scales of n elements, from the start of a block on, and what they stand for.
-  void (*quantize_nf4)(Dtype, const void* w, int64_t n, uint8_t* codes, float* absmax);
-  void (*dequantize_nf4)(Dtype, const uint8_t* codes, const float* absmax, void* out, int64_t n);
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
   // are of each of the four GradKinds.
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);
