@@ -226,7 +226,7 @@ _WEIGHTS = (
     "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
 )
 _NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4-1x16" and "mxfp4"'
-_NF4 = 'it is for weights that do not change: mixprec.freeze(model, "nf4")'
+_NF4 = "it is for weights that do not change: load the model with bitsandbytes"
 _WHICH_FP4 = 'it names no scales: "nvfp4-1x16" (blocks of 16) or "mxfp4" (blocks of 32)'
 _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),

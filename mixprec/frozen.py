@@ -91,7 +91,6 @@ def freeze(
     *,
     module_filter_fn: ModuleFilter | None = None,
     compute_dtype: torch.dtype | str = torch.bfloat16,
-    double_quant: bool = True,
 ) -> tuple[nn.Module, FrozenReport]:
     """Replace every linear layer of `model`, in place, by a FrozenLinear; return model and report.
 
@@ -99,9 +98,6 @@ def freeze(
 
         "int8"   8 bits and those of the row's scale, 127 / amax
         "fp8"    the same in E4M3, scale 448 / amax
-        "nf4"    4.127, of QLoRA, as bitsandbytes stores it: 16 quantiles of the normal distribution
-                 times the absmax of a block of 64; double_quant stores absmax in 8 bits too (4.5
-                 bits without)
         "nvfp4"  4.5, E2M1 in blocks of 16 along K, with scales in E4M3
         "mxfp4"  4.25, E2M1 in blocks of 32 along K, with powers of two as scales
 
@@ -124,16 +120,14 @@ def freeze(
     `freeze` on it and then load_state_dict (with assign=True for meta tensors).
 
     Raises ValueError for an unknown fmt, or for a weight that is not finite, naming the layer,
-    before anything is changed. Sources: QLoRA (Dettmers et al., 2023, arXiv 2305.14314) for "nf4";
-    `mixprec.quantize` has those of the other formats.
+    before anything is changed. Sources: those of `mixprec.quantize`.
     """
     if fmt not in FORMATS:
-        raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")
+        hint = "; load a model in NF4 with bitsandbytes" if fmt == "nf4" else ""
+        raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}{hint}")
     compute = checks.as_dtype(compute_dtype)
     if compute not in (torch.bfloat16, torch.float16):
         raise ValueError(f"freeze: compute_dtype must be bfloat16 or float16, got {compute_dtype}")
-    if not double_quant and fmt != "nf4":
-        raise ValueError(f'freeze: double_quant must be left out for {fmt}: it is of "nf4"')
     checks.is_module("freeze", model)
     before = _size(model)
     owners = Counter(
@@ -165,7 +159,7 @@ def freeze(
             left[fqn] = "its weight is shared with another module"
         else:
             try:
-                frozen = FrozenLinear.from_linear(module, fmt, compute, double_quant)
+                frozen = FrozenLinear.from_linear(module, fmt, compute)
             except ValueError as error:
                 raise ValueError(f"freeze: {fqn or 'the model'}: {error}") from None
             replacement[module] = frozen

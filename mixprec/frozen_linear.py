@@ -14,7 +14,6 @@ from .nn._region import is_for_onnx
 from .ops import dequantize, quantize
 from .ops._dispatch import checks
 from .ops.int8 import dequantize_int8, quantize_int8
-from .ops.nf4 import Nf4, dequantize_nf4, dequantize_nf4_reference, quantize_nf4
 from .quantized import Quantized
 
 Tensors = dict[str, torch.Tensor]  # buffers of a FrozenLinear
@@ -29,7 +28,7 @@ _HOOKS = (
 class Storage(NamedTuple):
     """How a weight [N, K] is stored: to buffers, and from those of a layer to fp32, bf16, fp16."""
 
-    quantize: Callable[[torch.Tensor, bool], Tensors]  # the second is double_quant of `freeze`
+    quantize: Callable[[torch.Tensor], Tensors]
     dequantize: Callable[[FrozenLinear, torch.dtype], torch.Tensor]
     scales: str  # which elements share a scale, for repr
 
@@ -39,14 +38,14 @@ def _check_finite(weight: torch.Tensor) -> None:
         raise ValueError("freeze: the weight must be finite, got Inf or NaN")
 
 
-def _to_int8(weight: torch.Tensor, double_quant: bool) -> Tensors:
+def _to_int8(weight: torch.Tensor) -> Tensors:
     if weight.is_meta:  # its amax is not known
         return _empty_rows(weight, torch.int8)
     data, scale_inv = quantize_int8(weight)
     return {"weight_codes": data, "weight_scale_inv": scale_inv}
 
 
-def _to_fp8(weight: torch.Tensor, double_quant: bool) -> Tensors:
+def _to_fp8(weight: torch.Tensor) -> Tensors:
     if weight.is_meta:
         return _empty_rows(weight, E4M3.dtype)
     _check_finite(weight)
@@ -67,13 +66,13 @@ def _from_rows(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(Quantized(codes, scale_inv, scale_inv, None, None, E4M3, "row"), dtype)
 
 
-def _to_mxfp4(weight: torch.Tensor, double_quant: bool) -> Tensors:
+def _to_mxfp4(weight: torch.Tensor) -> Tensors:
     _check_finite(weight)
     q = quantize(weight, E2M1, granularity="mx", scale_mode="even")  # the smallest error in E2M1
     return {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
 
 
-def _to_nvfp4(weight: torch.Tensor, double_quant: bool) -> Tensors:
+def _to_nvfp4(weight: torch.Tensor) -> Tensors:
     _check_finite(weight)
     q = quantize(weight, E2M1, granularity="nvfp4")
     assert q.tensor_scale_inv is not None
@@ -107,25 +106,11 @@ def _blocks_for_onnx(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
     return (elements[codes.long()] * scale).to(dtype)
 
 
-def _to_nf4(weight: torch.Tensor, double_quant: bool) -> Tensors:
-    named = quantize_nf4(weight, double_quant)._asdict().items()
-    return {f"weight_{name}": tensor for name, tensor in named if tensor is not None}
-
-
-def _from_nf4(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
-    q = Nf4(*(layer._buffers.get(f"weight_{name}") for name in Nf4._fields))  # type: ignore[arg-type]
-    shape = (layer.out_features, layer.in_features)
-    if is_for_onnx():
-        return dequantize_nf4_reference(*q, list(shape), dtype)
-    return dequantize_nf4(q, shape, dtype)
-
-
 STORAGES = {
     "int8": Storage(_to_int8, _from_rows, "/row"),
     "fp8": Storage(_to_fp8, _from_rows, "/row"),
     "mxfp4": Storage(_to_mxfp4, _from_blocks, "/32"),
     "nvfp4": Storage(_to_nvfp4, _from_blocks, "/16"),
-    "nf4": Storage(_to_nf4, _from_nf4, "/64"),
 }
 
 
@@ -138,14 +123,10 @@ class FrozenLinear(nn.Module):
         int8, fp8  weight_codes [N, K], int8 or E4M3; weight_scale_inv fp32 [N, 1]
         mxfp4      weight_codes uint8 [N, ceil(K / 2)]; weight_scale_inv uint8 [N, ceil(K / 32)]
         nvfp4      as mxfp4, weight_scale_inv E4M3 [N, ceil(K / 16)]; weight_tensor_scale_inv fp32
-        nf4        weight_codes uint8 [ceil(N K / 2)]; weight_absmax uint8 [ceil(N K / 64)],
-                   weight_nested_absmax fp32 [ceil(N K / 64 / 256)], weight_offset fp32; or
-                   weight_absmax in fp32 and neither of the last two
 
-    `mixprec.quantize` describes the codes and scales of fp8, mxfp4 and nvfp4,
-    `mixprec.ops.nf4.quantize_nf4` those of nf4. The weight is decoded to x's dtype, or to
-    `compute_dtype` where x is fp32; the output has x's dtype. x receives a gradient, the weight
-    does not.
+    `mixprec.quantize` describes the codes and scales of fp8, mxfp4 and nvfp4. The weight is decoded
+    to x's dtype, or to `compute_dtype` where x is fp32; the output has x's dtype. x receives a
+    gradient, the weight does not.
     """
 
     weight_codes: torch.Tensor
@@ -174,14 +155,12 @@ class FrozenLinear(nn.Module):
         self.compute_dtype = compute_dtype
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, fmt: str, compute_dtype: torch.dtype, double_quant: bool
-    ) -> FrozenLinear:
+    def from_linear(cls, linear: nn.Linear, fmt: str, compute_dtype: torch.dtype) -> FrozenLinear:
         """The layer for `linear`, with its hooks and public attributes; with a weight on the meta
         device, for a state dict to be assigned. A bias stays a parameter where it is trained and
         the weight is not, as by peft. ValueError where the weight is not finite."""
         weight = linear.weight.detach()
-        tensors = STORAGES[fmt].quantize(weight, double_quant)
+        tensors = STORAGES[fmt].quantize(weight)
         bias = linear.bias
         if bias is not None and (linear.weight.requires_grad or not bias.requires_grad):
             bias = bias.detach().clone()  # type: ignore[assignment]
@@ -256,7 +235,7 @@ class FrozenLinear(nn.Module):
                 continue
             errors.append(
                 f"{key} must be {buffer.dtype}, as {self.fmt} stores it, got {found.dtype}: freeze "
-                "the model in the format, and with the double_quant, of the state dict"
+                "the model in the format of the state dict"
             )
             state_dict = {**state_dict, **own}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -9,13 +9,9 @@ from .intercepted import Intercepted
 from .known import MLPSpec, NormSpec, register_fusion
 from .linear import Conv1D, Linear
 from .linear_cross_entropy import LinearCrossEntropy
-from .recurrent import GRU, LSTM, RNN
 
 __all__ = [
-    "GRU",
-    "LSTM",
     "MLP",
-    "RNN",
     "Conv1D",
     "Conv1d",
     "Conv2d",

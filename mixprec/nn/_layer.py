@@ -125,11 +125,6 @@ class Layer(torch.nn.Module):
         """Any of those that are cast. (A module with several may have another `weight`.)"""
         return self.weight
 
-    @property
-    def _recipes(self) -> tuple[Recipe, ...]:
-        """Those of its products: its own, and what it takes beside that."""
-        return (self._recipe,)
-
     def _check_names(self, recipe: Recipe) -> None:
         """ValueError for outliers of a layer that cannot have them, and if a buffer of `recipe`
         would replace an attribute of the user's own class."""

@@ -73,8 +73,8 @@ def convert(
     saved: Bits | None = None,
     fuse: bool = False,
 ) -> nn.Module:
-    """Make linear layers, convolutions, attention and, on a CPU, recurrent layers in `model` those
-    of mixprec.nn, in place; return the model.
+    """Make linear layers, convolutions and attention in `model` those of mixprec.nn, in place;
+    return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
     library's name that `Recipe.parse` accepts, torch.bfloat16 or torch.float16, or a Recipe.
@@ -104,17 +104,18 @@ def convert(
     recipe; if they already have it, nothing changes, scales included. `mixprec.unconvert` is the
     inverse.
 
-    Convolutions are those of one, two and three dimensions, also transposed; recurrent layers are
-    nn.LSTM, nn.GRU and nn.RNN (see `mixprec.nn.LSTM`). Subclasses of nn.Linear and of convolutions
-    are converted too and stay instances of their class; so are parametrized layers (weight norm,
-    spectral norm), nn.MultiheadAttention (its projections), the Conv1D of transformers, and modules
-    with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their own, calls
-    of linear, convolutions and grouped_mm of torch.nn.functional use the recipe, and so do matrix
-    products with a parameter of the module. The adapters of peft are left as they are, beside the
-    layers that they adapt. torch's encoder layers that are converted as a whole no longer take
-    their fast path, which reads weights; another parent that reads the weight of a layer instead of
-    calling it, such as the Swin of torchvision, computes as before. In FP8, convolutions that are
-    not 1 x 1 save memory, not time: `mixprec.filters.worthwhile` leaves them out.
+    Convolutions are those of one, two and three dimensions, also transposed. Subclasses of
+    nn.Linear and of convolutions are converted too and stay instances of their class; so are
+    parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections), the
+    Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a mixture. In
+    a forward pass of their own, calls of linear, convolutions and grouped_mm of torch.nn.functional
+    use the recipe, and so do matrix products with a parameter of the module. Recurrent layers stay
+    torch's. The adapters of peft are left as they are, beside the layers that they adapt; layers of
+    bitsandbytes in 4 bits stay, and the adapters on those are converted. torch's encoder layers
+    that are converted as a whole no longer take their fast path, which reads weights; another
+    parent that reads the weight of a layer instead of calling it, such as the Swin of torchvision,
+    computes as before. In FP8, convolutions that are not 1 x 1 save memory, not time:
+    `mixprec.filters.worthwhile` leaves them out.
 
     One line reports the number of layers, the share of the model's weights that they hold, and what
     else has weights, with the reason why it was left. (For the share of its arithmetic, which
@@ -152,7 +153,7 @@ def _convert(
 ) -> None:
     recipe = Recipe.parse(recipe)
     parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
-    added = kinds.adapters(model)
+    added = kinds.adapters(model, of_4bit=False)
     layers = {
         fqn: module
         for fqn, module in model.named_modules()

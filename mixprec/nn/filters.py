@@ -44,7 +44,7 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
 
     A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same limits apply
     to its channels. Other convolutions compute in 16 bits and save memory, not time: False for FP8
-    recipes. N and K of a recurrent layer are those of its first weight_ih. False also for block
+    recipes. False also for block
     formats ("mxfp8", "mxfp4", "nvfp4-1x16"), of which no product was measured to be faster. True
     for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide. The filter
     considers neither memory, which FP8 also saves in small layers, nor accuracy: to exclude the
@@ -53,9 +53,6 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
     recipe = Recipe.parse(recipe)
     if isinstance(module, nn.Linear):
         n, k = module.out_features, module.in_features
-        reason = _too_small(n, k, recipe)
-    elif isinstance(module, nn.RNNBase):
-        n, k = next(module.parameters()).shape  # weight_ih_l0
         reason = _too_small(n, k, recipe)
     elif isinstance(module, nn.modules.conv._ConvNd):
         n, k = module.out_channels, module.in_channels

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import experts, recurrent
+from . import experts
 from ._layer import Layer
 from .attention import MultiheadAttention
 from .conv import CONVOLUTIONS, Convolution
@@ -33,7 +33,7 @@ def layer_for(module: nn.Module) -> type[Layer] | None:
     A subclass without a forward pass of its own computes as torch's class does.
     """
     kind: Any = type(module)
-    if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)):
+    if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)) or _in_4bit(module):
         return None
     if any(p.is_complex() for p in module.parameters(recurse=False)):
         return None
@@ -44,8 +44,6 @@ def layer_for(module: nn.Module) -> type[Layer] | None:
             return layer
     if isinstance(module, nn.MultiheadAttention) and kind.forward is nn.MultiheadAttention.forward:
         return MultiheadAttention
-    if isinstance(module, nn.RNNBase):
-        return recurrent.layer_for(module)
     conv1d = kind is imported_class("transformers.pytorch_utils", "Conv1D")
     return Conv1D if conv1d else experts.layer_for(module)
 
@@ -63,18 +61,27 @@ def _convolves_as(kind: Any, torchs: Any) -> bool:
     return all(getattr(kind, name, None) is getattr(torchs, name, None) for name in names)
 
 
+def _in_4bit(module: object) -> bool:
+    """Whether it is a layer of bitsandbytes, whose weight is codes, of whatever dtype."""
+    kind = imported_class("bitsandbytes.nn.modules", "Linear4bit")
+    return kind is not None and isinstance(module, kind)
+
+
 def takes_outliers(module: nn.Module) -> bool:
     """Whether the layer that `module` is, or can become, may have a recipe with outliers."""
     kind = type(module) if isinstance(module, Layer) else layer_for(module)
     return kind is not None and kind._takes_outliers
 
 
-def adapters(model: nn.Module) -> set[nn.Module]:
-    """The small layers that peft has added (LoRA and others) beside the layers that they adapt."""
+def adapters(model: nn.Module, *, of_4bit: bool = True) -> set[nn.Module]:
+    """The small layers that peft has added (LoRA and others) beside the layers that they adapt;
+    without of_4bit not those of bitsandbytes' layers in 4 bits."""
     found: set[nn.Module] = set()
     adapted = adapted_layer()
     for module in model.modules() if adapted is not None else ():
         if isinstance(module, adapted):
+            if not of_4bit and _in_4bit(getattr(module, "base_layer", None)):
+                continue
             for name in module.adapter_layer_names:
                 added = getattr(module, name, None)
                 found.update(added.modules() if isinstance(added, nn.Module) else ())
@@ -159,7 +166,6 @@ def coverage(
     """How much of `model` is in `layers` (those of mixprec.nn), and what is not. why_left: the
     reasons for modules that could be; unsupported: the reason for all others."""
     reasons = dict.fromkeys(adapters(model), ADAPTER) | (why_left or {})
-    by_convert = layers is None
     if layers is None:
         layers = [module for module in model.modules() if isinstance(module, Layer)]
     converted = {p for layer in layers for p in _weights(layer, recurse=True)}
@@ -175,8 +181,6 @@ def coverage(
                     beyond += weight.numel()
                     own = _has_own_forward(module)
                     reason = "it has a forward pass of its own" if own else unsupported
-                    if by_convert and isinstance(module, nn.RNNBase):
-                        reason = recurrent.why_not(module) or reason
                 key = type(module).__name__, reason
                 left[key] += weight.numel()
                 if (name := fqn or "the model") not in names.setdefault(key, []):
@@ -204,8 +208,6 @@ def _first(names: list[str]) -> str:
 def _has_own_forward(module: nn.Module) -> bool:
     """A subclass of torch's layers that computes in another way."""
     kind: Any = type(module)
-    if isinstance(module, nn.RNNBase):
-        return kind.forward not in (*recurrent.FORWARDS, recurrent.LSTM.forward)
     if isinstance(module, nn.Linear):
         return not computes_linear(kind)
     torchs = next((torchs for torchs in CONVOLUTIONS if isinstance(module, torchs)), None)

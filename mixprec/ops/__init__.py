@@ -15,11 +15,9 @@ from .gemm_grouped import gemm_grouped, gemm_grouped_accumulate_
 from .grad_stats import grad_stats_
 from .lion import lion_
 from .muon_direction import muon_direction_
-from .nf4 import dequantize_nf4, quantize_nf4
 from .norm_quantize import norm_quantize
 from .pack import pack, unpack
 from .quantize import quantize
-from .recurrent import recurrent, recurrent_backward
 from .rotary import rotary
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
@@ -35,7 +33,6 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dequantize",
-    "dequantize_nf4",
     "export_master",
     "gemm",
     "gemm_accumulate_",
@@ -49,9 +46,6 @@ __all__ = [
     "norm_quantize",
     "pack",
     "quantize",
-    "quantize_nf4",
-    "recurrent",
-    "recurrent_backward",
     "rotary",
     "scale_from_amax_",
     "sgd_",

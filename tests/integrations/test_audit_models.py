@@ -44,10 +44,9 @@ def flops_by_hand(layer: Any, args: tuple[Any, ...], out: Any, way: str) -> tupl
     if isinstance(layer, nn.RNNBase):
         weights = sum(p.numel() for name, p in layer.named_parameters() if "weight" in name)
         once = 2 * x[..., 0].numel() * weights
-        # The gradient of the state at the start is not asked for; oneDNN computes that of an LSTM,
-        # and a layer with a recipe that of all.
+        # The gradient of the state at the start is not asked for; oneDNN computes it for an LSTM.
         lstm = isinstance(layer, nn.LSTM)
-        if way in CONVERTED or (lstm and (way != "bf16 model" or onednn_has_bf16())):
+        if lstm and (way != "bf16 model" or onednn_has_bf16()):
             return once, 2 * once
         state = out[1][0] if lstm else out[1]
         return once, 2 * once - 2 * state.numel() * layer.weight_hh_l0.shape[0]
@@ -145,7 +144,7 @@ def is_left(layer: nn.Module, way: str) -> bool:
     stacked = kind.endswith("Experts")
     if way == "torch.autocast":
         return stacked and not autocast_knows_grouped_mm()
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
     known = isinstance(layer, kinds)
     return way in CONVERTED and not (known or stacked or kind in ("Conv1D", "Stacked"))
 
@@ -187,9 +186,7 @@ def test_layers_own_their_products(name: str, way: str) -> None:
             path = path.removesuffix(".out_proj")
         if path in forward and op.kind in PRODUCTS:
             want = WAYS["fp32" if path in left else way]
-            # The products of a recurrent layer's state are in 16 bits.
-            state = [("bf16", "recipe bf16")] * isinstance(model.get_submodule(path), nn.RNNBase)
-            assert (op.precision, op.decided) in (want, *state[: path not in left]), op
+            assert (op.precision, op.decided) == want, op
             if op.phase in got:
                 got[op.phase][path] += op.flops
     assert got == {"forward": forward, "backward": backward}

@@ -73,8 +73,6 @@ X = torch.ones(2, 3, 6, 6)
         (nn.Linear(6, 4).double(), X, r"linear \(1\.0\): weight must .* cast the model, as"),
         (nn.Conv2d(4, 4, 1), X, r"conv2d \(1\.0\): x must be .* C = 4 .* got shape"),
         (nn.Conv2d(3, 4, 1), X.int(), r"conv2d \(1\.0\): x must .* cast it, as by x\.float"),
-        (nn.LSTM(6, 4), X[0].half().double(), r"LSTM \(1\.0\): input must .* cast it"),
-        (nn.LSTM(5, 4), X[0], r"LSTM \(1\.0\): input must be .* K = 5 .* got shape"),
     ],
 )
 def test_errors_name_the_layer(layer: nn.Module, x: torch.Tensor, message: str) -> None:

@@ -43,7 +43,6 @@ LAYERS: dict[str, tuple[Callable[[str], Any], tuple[int, ...]]] = {
     "conv": (lambda r: mixprec.convert(nn.Conv2d(4, 8, 3), r), (2, 4, 5, 5)),
     "conv 1": (lambda r: mixprec.convert(nn.Conv2d(4, 8, 1), r), (2, 4, 3, 3)),
     "transposed": (lambda r: mixprec.convert(nn.ConvTranspose1d(4, 8, 3), r), (2, 4, 5)),
-    "gru": (lambda r: First(mixprec.convert(nn.GRU(32, 16), r)), (3, 2, 32)),
     "experts": (lambda r: Experts(r), (6, 32)),
     "loss": (lambda r: mixprec.nn.LinearCrossEntropy(32, 10, reduction="none", recipe=r), (6, 32)),
     "checkpoint": (lambda r: Again(mixprec.convert(nn.Linear(32, 16), r)), (3, 32)),

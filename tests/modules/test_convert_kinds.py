@@ -591,6 +591,24 @@ def test_what_is_left_is_reported(
     assert report(nn.Sequential(Adapted(64))).endswith("100% of the weights")
 
 
+@pytest.mark.filterwarnings("ignore:convert")
+def test_adapters_on_layers_in_4_bits_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear4bit(nn.Linear):
+        """In the place of bitsandbytes'."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    module = SimpleNamespace(Linear4bit=Linear4bit)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn.modules", module)
+    model = nn.Sequential(Adapted(16), Adapted(16))
+    model[0].base_layer = Linear4bit(16, 16)
+    mixprec.convert(model, "bf16")
+    converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
+    assert converted == ["0.lora_A.default", "0.lora_B.default", "1.base_layer"]
+    assert type(model[0].base_layer) is Linear4bit
+
+
 def test_an_embedding_that_may_be_a_head_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Of a shape that no layer has, and large: the share of the weights is not of the FLOPs."""
     head = nn.Linear(32, 1000)

@@ -20,13 +20,12 @@ from mixprec.frozen_linear import STORAGES
 from mixprec.ops.int8 import dequantize_int8, quantize_int8
 
 # dB; bytes of the weight of the first layer of `mlp`.
-SQNR = {"int8": 35.0, "fp8": 25.0, "mxfp4": 15.5, "nvfp4": 16.0, "nf4": 17.0}
+SQNR = {"int8": 35.0, "fp8": 25.0, "mxfp4": 15.5, "nvfp4": 16.0}
 BYTES = {
     "int8": 130 * 96 + 4 * 130,
     "fp8": 130 * 96 + 4 * 130,
     "mxfp4": 130 * 96 // 2 + 130 * 3,
     "nvfp4": 130 * 96 // 2 + 130 * 6 + 4,
-    "nf4": 130 * 96 // 2 + 195 + 4 + 4,
 }
 
 
@@ -56,9 +55,9 @@ def test_what_is_refused() -> None:
         mixprec.freeze(mlp(), "int4")
     with pytest.raises(ValueError, match="compute_dtype must be"):
         mixprec.freeze(mlp(), compute_dtype=torch.float64)
-    with pytest.raises(ValueError, match='double_quant must be left out for int8: it is of "nf4"'):
-        mixprec.freeze(mlp(), "int8", double_quant=False)
-    frozen, _ = mixprec.freeze(mlp(), "nf4")
+    with pytest.raises(ValueError, match=r"one of \('int8', .* got 'nf4'; load .* bitsandbytes"):
+        mixprec.freeze(mlp(), "nf4")
+    frozen, _ = mixprec.freeze(mlp(), "nvfp4")
     with pytest.raises(TypeError, match=r"input must be fp32, bf16 or fp16, got torch\.int8"):
         frozen(torch.ones(2, 96, dtype=torch.int8))
 
@@ -113,17 +112,6 @@ def test_save_and_load_on_meta(fmt: str, tmp_path: Path) -> None:
     assert all(layer.sqnr != layer.sqnr for layer in report.layers)  # nan: nothing to compare
     empty.load_state_dict(torch.load(tmp_path / "frozen.pt", weights_only=True), assign=True)
     assert torch.equal(empty(x), model(x))
-
-
-@for_each("double_quant, bits", [(True, 4.127), (False, 4.5)])
-def test_nf4(double_quant: bool, bits: float) -> None:
-    """Bits an element; without double quantization; and a state dict that does not fit"""
-    model, report = mixprec.freeze(nn.Linear(512, 256), "nf4", double_quant=double_quant)
-    assert report.layers[0].bits == pytest.approx(bits, abs=5e-4)
-    assert "weight_nested_absmax" in model.state_dict() or not double_quant
-    other, _ = mixprec.freeze(nn.Linear(512, 256), "nf4", double_quant=not double_quant)
-    with pytest.raises(RuntimeError, match=r"weight_(nested_)?absmax"):
-        other.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -14,7 +14,7 @@ import mixprec
 
 KINDS = {
     **{"bf16": 0.0, "fp8": 0.0, "int8 frozen": 0.01, "fp8 frozen": 0.05},
-    **{f"{fmt} frozen": 0.2 for fmt in ("mxfp4", "nvfp4", "nf4")},
+    **{f"{fmt} frozen": 0.2 for fmt in ("mxfp4", "nvfp4")},
 }
 
 

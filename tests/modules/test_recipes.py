@@ -129,7 +129,7 @@ def test_names_in_other_libraries(name: str) -> None:
         ("fp32", r'recipe "fp32" is not supported: .* leave the model as it is'),
         ("params=f32,compute=f32,output=f32", "leave the model as it is"),
         ("int8", r'"int8" is not supported: .* mixprec.freeze\(model, "int8"\)'),
-        ("nf4", r'for weights that do not change: mixprec.freeze\(model, "nf4"\)'),
+        ("nf4", "for weights that do not change: load the model with bitsandbytes"),
         ("E4M3", r"has three: .* mixprec.Recipe\(name, x, w, g\)"),
         (str(torch.float8_e5m2), "it is a format"),
         ("amp", '"bf16" where the processor has it'),

@@ -64,6 +64,22 @@ def test_what_cannot_be_converted_is_named(width: int, recwarn: pytest.WarningsR
         assert "LSTMCell 15.8% (1.rnn: there is no such layer in mixprec.nn)" in text
 
 
+@pytest.mark.filterwarnings("ignore:convert")
+@for_each("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stay_as_they_are(
+    kind: type[nn.RNNBase], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_said, "_said", set())
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    model = nn.Sequential(nn.Linear(8, 8), kind(8, 8))
+    x = torch.ones(2, 1, 8)
+    want = model[1](x)[0]
+    mixprec.convert(model, "bf16")
+    assert type(model[1]) is kind
+    assert torch.equal(model[1](x)[0], want)
+    assert "(1: there is no such layer in mixprec.nn)" in capsys.readouterr().err
+
+
 @for_each("torchs", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
 def test_torchs_optimizers_have_no_masters(torchs: type[torch.optim.Optimizer]) -> None:
     """Said at the first step only; the FP32 values that nobody will take are freed."""

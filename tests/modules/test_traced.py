@@ -15,7 +15,6 @@ MODELS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), (2, 8)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (1, 3, 5, 5)),
     "transposed": (lambda: nn.Sequential(nn.ConvTranspose1d(3, 4, 3)), (1, 3, 5)),
-    "lstm": (lambda: nn.Sequential(nn.LSTM(8, 8)), (2, 1, 8)),
 }
 
 

@@ -181,14 +181,6 @@ void saved_and_loss() {
       add_values(d, y.data(), kCount);
     }
     line(std::string("pack ") + name(d));
-    std::vector<uint8_t> w = numbers(d, kCount, 12, 6, true), q(kCount / 2), decoded(kCount * 4);
-    std::vector<float> absmax(kCount / 64);
-    base_loops.quantize_nf4(d, w.data(), kCount - 7, q.data(), absmax.data());
-    base_loops.dequantize_nf4(d, q.data(), absmax.data(), decoded.data(), kCount - 7);
-    add_bytes(q.data(), kCount / 2 - 3);
-    add_values(Dtype::f32, absmax.data(), kCount / 64);
-    add_values(d, decoded.data(), kCount - 7);
-    line(std::string("nf4 ") + name(d));
     std::vector<uint8_t> g = numbers(d, kCount, 9, 6, true);
     uint32_t counts[4] = {};
     double sum = 0;

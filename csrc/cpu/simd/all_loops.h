@@ -3,7 +3,6 @@
 #include "gemm_loops.h"
 #include "gemm_panel_loops.h"
 #include "grad_loops.h"
-#include "nf4_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
 #include "rotary_loops.h"
@@ -45,7 +44,6 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "activation_loops.h"
 #include "cross_entropy_loops.h"
 #include "norm_loops.h"
-#include "recurrent_loops.h"
 
 constexpr GemmKernel make_gemm_f32() {
   GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
@@ -77,8 +75,6 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .quantize_mx = quantize_mx,
       .quantize_mx_columns = quantize_mx_columns,
       .dequantize_mx = dequantize_mx<Registers>,
-      .quantize_nf4 = quantize_nf4,
-      .dequantize_nf4 = dequantize_nf4<Registers>,
       .unscale = unscale,
       .grad_stats = grad_stats,
       .adamw = step_loop<AdamW>,
@@ -94,8 +90,6 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .rotary = rotary,
       .cross_entropy = cross_entropy,
       .cross_entropy_backward = cross_entropy_backward,
-      .recurrent = recurrent,
-      .recurrent_backward = recurrent_backward,
       .simulated = simulated,
       .simulated_short = simulated_short,
   };

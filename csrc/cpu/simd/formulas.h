@@ -3,7 +3,6 @@
 
 #include "loops.h"
 #include "math/exp.h"
-#include "math/nf4.h"
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"

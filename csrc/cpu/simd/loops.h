@@ -12,7 +12,6 @@
 #include "math/lion.h"
 #include "math/muon_direction.h"
 #include "math/mx.h"
-#include "math/recurrent.h"
 #include "math/sgd.h"
 #include "math/tensor_core.h"
 
@@ -119,26 +118,6 @@ struct BlockCastRule {
   uint32_t stream;  // 0 for x, 1 for its transpose
 };
 
-// Units of a row of a recurrent layer. Gates, and numbers that are saved, are ld apart, sums
-// ld_sums.
-struct RecurrentRow {
-  Cell cell;
-  const float *x, *sums;
-  const float* bias;  // of the gate n of a GRU
-  int64_t ld, ld_sums;
-  float *c, *h;  // the state, in place; c: of an LSTM
-  float* saved;  // or null
-};
-
-struct RecurrentGrads {
-  Cell cell;
-  const float *saved, *g;  // g: of the output
-  int64_t ld;
-  float *dh, *dc;  // of the state, in place; dh: without what comes through the gates
-  float* dx;
-  float* dq;  // of a GRU: of the sums of the gate n
-};
-
 struct RowStatistics {
   float mean, rstd;
 };
@@ -203,9 +182,6 @@ struct Loops {
   // n elements of a row from the start of a block on. tensor_scale_inv: null, or one number.
   void (*dequantize_mx)(BlockFormat, Dtype out_dtype, const uint8_t* q, const uint8_t* scale_inv,
                         const float* tensor_scale_inv, void* out, int64_t n);
-  // The codes and the scales of n elements, from the start of a block on, and what they stand for.
-  void (*quantize_nf4)(Dtype, const void* w, int64_t n, uint8_t* codes, float* absmax);
-  void (*dequantize_nf4)(Dtype, const uint8_t* codes, const float* absmax, void* out, int64_t n);
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
   // are of each of the four GradKinds.
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);
@@ -233,8 +209,6 @@ struct Loops {
   void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);
   void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float own,
                                  const CrossEntropyRow&, Softcap, Dtype, void* g);
-  void (*recurrent)(const RecurrentRow&, int64_t n);
-  void (*recurrent_backward)(const RecurrentGrads&, int64_t n);
   SimulatedKernel simulated;        // sums of 24 bits
   SimulatedKernel simulated_short;  // of 14 bits
 };

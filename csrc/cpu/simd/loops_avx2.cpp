@@ -25,24 +25,7 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
 
-// Vectors of 8 floats; and bytes are permuted, which __builtin_shuffle does well.
-struct Registers : PlainRegisters {
-  static constexpr bool of_8_floats = true;
-  static Floats8 look_up(const Floats8 (&table)[2], const uint8_t* index) {  // 8 indices < 16
-    __m256i i = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(index)));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], i),
-                            _mm256_permutevar8x32_ps(table[1], i),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
-  }
-  // Finite numbers, to nearest.
-  static Words8 round(Floats8 x, Fp16) {
-    return (Words8)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
-  }
-  static Words8 round(Floats8 x, Bf16) {
-    Uints8 u = (Uints8)x;
-    return __builtin_convertvector((u + 0x7FFF + ((u >> 16) & 1)) >> 16, Words8);
-  }
-};
+typedef PlainRegisters Registers;
 
 #include "all_loops.h"
 #include "decode_f16c.h"

@@ -30,7 +30,7 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 // Vectors of 32 words, which are permuted as one. By intrinsics: GCC 12 widens and narrows halves.
 // The forms without a mask warn, as above.
 struct Registers {
-  static constexpr bool of_32_words = true, of_8_floats = false;
+  static constexpr bool of_32_words = true;
   static Words32 widen(Bytes32 x) { return (Words32)_mm512_maskz_cvtepu8_epi16(~0u, (__m256i)x); }
   static Uints16 widen(Bytes16 x) {
     return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x);
@@ -53,14 +53,6 @@ struct Registers {
                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
     Words32 low = __builtin_shuffle((Words32)a, (Words32)b, even);
     return __builtin_shuffle((Words32)a, (Words32)b, even + 1) | (low < 1 ? low : 1);
-  }
-  // Finite numbers, to nearest.
-  static Words16 round(Floats16 x, Fp16) {
-    return (Words16)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
-  }
-  static Words16 round(Floats16 x, Bf16) {
-    Uints16 u = (Uints16)x;
-    return narrow((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
   }
   static Words32 lower(Words16 x) { return (Words32)_mm512_castsi256_si512((__m256i)x); }
   static Words32 look_up(Words32 table, Words32 index) {  // by the low 5 bits

@@ -14,14 +14,12 @@ typedef int16_t Shorts8 __attribute__((vector_size(16)));
 typedef int16_t Shorts32 __attribute__((vector_size(64)));
 typedef uint32_t Uints4 __attribute__((vector_size(16)));
 typedef uint32_t Uints16 __attribute__((vector_size(64)));
-typedef uint32_t Uints8 __attribute__((vector_size(32)));
 typedef int32_t Ints4 __attribute__((vector_size(16)));
-typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64)));
 
 // What processors do in different ways; the forms for any of them.
 struct PlainRegisters {
-  static constexpr bool of_32_words = false, of_8_floats = false;
+  static constexpr bool of_32_words = false;
   static Uints16 widen(Words16 x) { return __builtin_convertvector(x, Uints16); }
   static Bytes32 narrow_bytes(Words32 x) { return __builtin_convertvector(x, Bytes32); }
   static Bytes16 narrow_bytes(Uints16 x) { return __builtin_convertvector(x, Bytes16); }

@@ -18,7 +18,6 @@ from ...ops.cross_entropy import cross_entropy_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
 from ...ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ...ops.norm_quantize import norm_quantize_op
-from ...ops.recurrent import recurrent_backward_op, recurrent_op
 
 Arguments = dict[str, Any]  # of a call, by the names of the op's schema
 Count = Callable[[Arguments, Any], int]  # FLOPs, from the arguments and the result
@@ -111,15 +110,6 @@ def _cudnn_rnn(times: int) -> Count:
         x = args["input"]
         tokens = x.shape[0] if args["batch_sizes"] else x.shape[0] * x.shape[1]
         return times * tokens * sum(w.numel() for w in args["weight"] if w.dim() > 1)
-
-    return flops
-
-
-def _state_products(rows: str) -> Count:
-    """One of the state in each step, rows [N, ...] and weight [G * H, H]."""
-
-    def flops(args: Arguments, _: Any) -> int:
-        return int(2 * args[rows].shape[0] * args["weight"].numel())
 
     return flops
 
@@ -235,8 +225,6 @@ _OURS: dict[Any, Listed] = {
     attention_backward_op: Listed(
         "attention", ("g", "q", "k", "v"), _attention("kvkvk", "q", "k", "v")
     ),
-    recurrent_op: Listed("rnn", ("weight",), _state_products("x")),
-    recurrent_backward_op: Listed("rnn", ("weight",), _state_products("g")),
     cross_entropy_op: Listed("reduction", ("logits",), _none),
     norm_quantize_op: Listed("reduction", ("x",), _none),
 }  # fmt: skip

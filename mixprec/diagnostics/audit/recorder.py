@@ -286,7 +286,7 @@ class Recorder(dynamo.Asked):
         layer = self.owners.module(owner)
         if not isinstance(layer, Layer):
             return casts.RECIPE
-        if recipe not in (*layer._recipes, OUTLIERS):
+        if recipe not in (layer.recipe, OUTLIERS):
             return casts.REGION
         return casts.OVERRIDE if layer._is_override else casts.RECIPE
 
@@ -333,7 +333,7 @@ class Recorder(dynamo.Asked):
         operands = [t for name in listed.operands for t in _tensors(args[name])]
         formats = tuple(short(t.dtype) for t in operands)
         owner, gemm, result_decided = place.owner, None, None
-        if listed.kind in ("product", "convolution", "rnn"):
+        if listed.kind in ("product", "convolution"):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
             formats, owner = gemm.formats, self.owners.layer(owner, gemm.name)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...ops._reference import recurrent, scale_layout
+from ...ops._reference import scale_layout
 from ...ops.act_quantize import act_backward_op, act_quantize_op
 from ...ops.attention import attention_backward_op, attention_op
 from ...ops.dequantize import dequantize_op
@@ -20,7 +19,6 @@ from ...ops.norm_quantize import norm_quantize_op
 from ...ops.pack import pack_op, unpack_op
 from ...ops.quantize import quantize_op
 from ...ops.quantize_mx import quantize_mx_op
-from ...ops.recurrent import recurrent_backward_op, recurrent_op
 from .ops import Arguments
 
 Value = Callable[..., torch.Tensor]  # of an argument, FP32; a second one returns those of codes
@@ -181,16 +179,6 @@ CASTS: dict[Any, Rule] = {
 }
 
 
-def _recurrent(steps: Callable[[Any], tuple[torch.Tensor, ...]]) -> Rule:
-    """Of the reference, which takes a weight in FP32 too."""
-
-    def rule(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-        floats = {n: value(t) for n, t in args.items() if n != "batch_sizes" and _is_tensor(t)}
-        return list(steps(SimpleNamespace(**{**args, "out_dtype": torch.float32, **floats})))
-
-    return rule
-
-
 def _attention(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
     q, k, v = (value(args[name]) for name in ("q", "k", "v"))
     out, logsumexp, _ = attention_op(q, k, v, args["causal"], args["scale"])
@@ -204,10 +192,6 @@ def _attention_backward(args: Arguments, value: Value, packed: Packed, _: Any) -
     return list(attention_backward_op(*floats, none, args["causal"], args["scale"]))
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
 PRODUCTS: dict[Any, Rule] = {
     gemm_op: _gemm,
     gemm_simulated_op: _gemm,
@@ -216,8 +200,6 @@ PRODUCTS: dict[Any, Rule] = {
     gemm_grouped_accumulate_op: _gemm_grouped_accumulate,
     attention_op: _attention,
     attention_backward_op: _attention_backward,
-    recurrent_op: _recurrent(recurrent.forward),
-    recurrent_backward_op: _recurrent(recurrent.backward),
 }
 TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,

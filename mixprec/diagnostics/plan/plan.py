@@ -178,7 +178,7 @@ def _escaped(name: str) -> str:
 
 def convertible(model: nn.Module) -> dict[str, nn.Module]:
     """Those that convert takes."""
-    added = adapters(model)
+    added = adapters(model, of_4bit=False)
     return {
         name: module
         for name, module in model.named_modules()

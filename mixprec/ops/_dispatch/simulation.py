@@ -31,8 +31,8 @@ class simulate(Block):
     docs/numerics.md has the formula, what of it was measured on GPUs, and what it leaves out: a
     kernel that splits K, or adds in another order, gives other bits.
 
-    Only GEMMs of this library on a CPU are simulated, not torch's own ops, not convolutions, and of
-    recurrent layers not the products of the state. A backward pass uses what its forward pass was
+    Only GEMMs of this library on a CPU are simulated, not torch's own ops, and not convolutions.
+    A backward pass uses what its forward pass was
     in, and so does torch.utils.checkpoint; for second derivatives, call it inside the block too.
     The block holds for the thread that entered it; blocks nest; leaving one, also by an exception,
     restores the one before. ValueError for another arch.

@@ -174,7 +174,6 @@ def loaded() -> list[str]:
     others = {"gemm_simulated", "attention", "attention_backward", "rotary"}
     others |= {"gemm_grouped", "gemm_grouped_accumulate_"}
     others |= {"cross_entropy", "cross_entropy_backward"}
-    others |= {"recurrent", "recurrent_backward", "quantize_nf4", "dequantize_nf4"}
     without = [name for name in OPS if name not in others and not library.has_cuda_kernel(name)]
     return [f"without a CUDA kernel: {without}"] if without else []
 

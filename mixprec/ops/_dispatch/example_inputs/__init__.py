@@ -6,7 +6,7 @@ any kernel, and no whole number of them. Every rounding is defined, so results a
 operands of a GEMM are small integers, whose sums are exact in FP32.
 """
 
-from .blocks import dequantize_mx, dequantize_nf4, pack, quantize_mx, quantize_nf4, unpack
+from .blocks import dequantize_mx, pack, quantize_mx, unpack
 from .casts import amax, dequantize, quantize
 from .fused import (
     act_backward,
@@ -26,15 +26,13 @@ from .products import (
     gemm_simulated,
     rotary,
 )
-from .recurrent import recurrent, recurrent_backward
 from .scales import clip_coef, inv_scale, scale_from_amax, update_delayed_scales, update_scale
 
 __all__ = [
     "act_backward", "act_quantize", "amax", "attention", "attention_backward", "clip_coef",
-    "cross_entropy", "cross_entropy_backward", "dequantize", "dequantize_mx", "dequantize_nf4",
+    "cross_entropy", "cross_entropy_backward", "dequantize", "dequantize_mx",
     "gemm", "gemm_accumulate", "gemm_grouped", "gemm_grouped_accumulate", "gemm_simulated",
     "grad_stats", "inv_scale", "norm_backward",
-    "norm_quantize", "pack", "quantize", "quantize_mx", "quantize_nf4", "recurrent",
-    "recurrent_backward", "rotary", "scale_from_amax", "unpack", "unscale", "update",
-    "update_delayed_scales", "update_scale",
+    "norm_quantize", "pack", "quantize", "quantize_mx", "rotary",
+    "scale_from_amax", "unpack", "unscale", "update", "update_delayed_scales", "update_scale",
 ]  # fmt: skip

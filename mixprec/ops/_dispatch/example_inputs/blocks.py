@@ -1,4 +1,4 @@
-"""Examples of the block formats, of NF4, and of pack and unpack."""
+"""Examples of the block formats, and of pack and unpack."""
 
 from __future__ import annotations
 
@@ -71,23 +71,3 @@ def unpack(device: str) -> Iterator[Arguments]:
             packed = codes(device, ((n * bits + 7) // 8,))
             for dtype in FLOATS:
                 yield [packed, ranges, bits, [n], dtype]
-
-
-def quantize_nf4(device: str) -> Iterator[Arguments]:
-    for shape in SHAPES:
-        for i, dtype in enumerate(FLOATS):
-            yield [_magnitudes(device, shape).to(dtype)]
-            yield [random(device, i, shape).to(dtype).t()]
-
-
-def dequantize_nf4(device: str) -> Iterator[Arguments]:
-    for shape in ((80, 448), (71, 453)):
-        n = math.prod(shape)
-        blocks = (n + 63) // 64
-        absmax = random(device, 1, (blocks,)).abs()
-        absmax[3], absmax[5] = 0.0, math.nan
-        nested = random(device, 2, ((blocks + 255) // 256,)).abs()
-        packed, offset = codes(device, ((n + 1) // 2,)), tensor(device, 0.37)
-        for dtype in FLOATS:
-            yield [packed, absmax, None, None, list(shape), dtype]
-            yield [packed, codes(device, (blocks,)), nested, offset, list(shape), dtype]
