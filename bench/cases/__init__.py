@@ -5,12 +5,9 @@ from . import (  # noqa: F401
     fused,
     gemm,
     gpt,
-    gpu_fused,
     gpu_gemm,
     gpu_layer,
-    gpu_memory,
     head,
-    mlp,
     models,
     nf4,
     overhead,
@@ -18,9 +15,7 @@ from . import (  # noqa: F401
     quantize,
     quantize_mx,
     recurrent,
-    simulate,
     step,
-    training,
 )
 from .registry import CASES, select
 
