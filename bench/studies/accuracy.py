@@ -6,7 +6,7 @@ Each task is trained once per recipe and seed. The seed determines the initial w
 of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json (or
 accuracy-TASK-SET.json with --set SET) is written after every run, and
 `python -m mixprec.bench report` makes the tables of docs/accuracy.md and formats.md from them.
-Needs the packages of `pip install "mixprec[examples]"`, and scipy.
+Needs the packages of `pip install "mixprec[examples]"`.
 """
 
 from __future__ import annotations
