@@ -73,7 +73,7 @@ test-kernels: needs-test $(READY)
 integrations-table: needs-integrations $(READY)
 	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
 	  $(PYTEST) $(ARGS) ../../tests/integrations
-	@$(RUN) ../../examples/model_table.py --out "$(CURDIR)/bench/results/cpu/model-table.json"
+	@$(RUN) -m mixprec.bench.studies.models --out "$(CURDIR)/bench/results/cpu/model-table.json"
 	@cd "$(CURDIR)" && PYTHONPATH=. "$(PY)" -P -m mixprec.bench report
 
 #: make versions run the tests with each version of Python and torch that docs/install.md lists
@@ -128,7 +128,7 @@ UNATTENDED = $(RUN) ../../tests/gpu/unattended.py $(if $(OUT),--out "$(abspath $
 gpu-test: needs-gpu-test $(READY)
 	@$(UNATTENDED) --jobs env,test,sanitize $(ARGS)
 
-#: make gpu-bench measure every GPU kernel against its baselines; results in the same folder
+#: make gpu-bench measure the GPU kernels against their baselines; results in the same folder
 #:                (FULL=1: every size, in 90 minutes)
 gpu-bench: needs-gpu-test $(READY)
 	@$(UNATTENDED) --jobs bench $(if $(filter-out 0,$(FULL)),--full) $(ARGS)

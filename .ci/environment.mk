@@ -39,7 +39,7 @@ RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
 # What commands take from an environment that is only read, as modules.
 PACKAGES_build :=
-PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes mini_racer selenium
+PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes
 PACKAGES_integrations := pytest hypothesis numpy transformers accelerate lightning peft trl datasets
 PACKAGES_gpu-test := pytest pytest_xdist hypothesis numpy rich matplotlib
 PACKAGES_demo := rich matplotlib

@@ -11,7 +11,6 @@ import sys
 
 MODULES = {
     "pytest_xdist": "xdist",
-    "mini_racer": "py_mini_racer",
 }  # where it is not the name of the package
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pythons import ENVIRONMENT, NotToBeHad, interpreter, output
 
-from mixprec.bench import report, results, versions
+from mixprec.bench import report, results
 from mixprec.bench.environment import commit
 
 # From the oldest that is promised to the newest that there is, as Python-torch; of torch, the
@@ -109,7 +109,7 @@ def run(pair: str) -> dict[str, Any]:
         return not_run(pair, str(reason))
     print(f"{pair}: make test, its output is in {log.relative_to(ROOT)}", flush=True)
     row = {"pair": pair, **make_test(inside, log), **where(inside)}
-    print(f"{pair}: {versions.outcome(row)}", flush=True)
+    print(f"{pair}: {report.outcome(row)}", flush=True)
     return row
 
 

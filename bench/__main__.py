@@ -12,19 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import (
-    accumulator,
-    accuracy,
-    device,
-    footprint,
-    plot,
-    profile,
-    report,
-    results,
-    table,
-    tune,
-    underflow,
-)
+from . import device, report, results, table, tune
 from .cases import select
 from .cases.registry import Case
 from .environment import environment
@@ -78,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command(tune.tune, "tune", "measure gemm's variants on this GPU, write the choice")
     add("--out", type=Path, help="default: where mixprec looks for it")
     add("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
-    for name, (write, help) in PAGES.items():
-        add = command(lambda args, write=write: _page(args, write), name, help)
-        add("--root", type=Path, default=Path(), help="the repository (default: here)")
+    add = command(_report, "report", "write the measured tables into README and docs")
+    add("--root", type=Path, default=Path(), help="the repository (default: here)")
     return parser
 
 
@@ -138,29 +125,26 @@ def _measure_on_gpu(
     """Their results, also written after each one: a kernel that hangs or crashes ends this process.
     The last row then says so, and the cases after it are missing."""
     rows: list[dict[str, Any]] = []
-    before, watch, end = device.snapshot(), device.Watch(), time.monotonic() + args.budget
+    end = time.monotonic() + args.budget
     if device.name() is not None:
         a = device.randn(8192, 8192).bfloat16()  # which heats the GPU as a training run does
         timer.settle(lambda: a @ a, clock(True))
-    try:
-        for i, case in enumerate(cases):
-            running = heading(case) | {"status": "failed", "reason": RUNNING}
-            results.save(args.out, where, [*rows, running], gpu_before=before)
-            gc.collect()
-            device.release()
-            start = time.monotonic()
-            share = max(0.0, end - start) / (len(cases) - i)
-            try:
-                row = measure(case, Budget(args.samples, share))
-            except DeviceLost as error:
-                rows.append(running | {"reason": str(error)})
-                break
-            took = time.monotonic() - start
-            rows.append(row | {"took": took, "watched": watch.since_last()})
-            print(f"[{i + 1}/{len(cases)}] {case.name} {took:.1f} s", file=sys.stderr, flush=True)
-    finally:
-        watch.close()
-    results.save(args.out, where, rows, gpu_before=before, gpu_after=device.snapshot())
+    for i, case in enumerate(cases):
+        running = heading(case) | {"status": "failed", "reason": RUNNING}
+        results.save(args.out, where, [*rows, running])
+        gc.collect()
+        device.release()
+        start = time.monotonic()
+        share = max(0.0, end - start) / (len(cases) - i)
+        try:
+            row = measure(case, Budget(args.samples, share))
+        except DeviceLost as error:
+            rows.append(running | {"reason": str(error)})
+            break
+        took = time.monotonic() - start
+        rows.append(row | {"took": took})
+        print(f"[{i + 1}/{len(cases)}] {case.name} {took:.1f} s", file=sys.stderr, flush=True)
+    results.save(args.out, where, rows)
     return rows
 
 
@@ -183,29 +167,9 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(root: Path) -> str:
-    return "\n".join(f"{path}: brought up to date" for path in report.write(root))
-
-
-def _formats(root: Path) -> str:
-    out = root / "docs" / "formats.png"
-    plot.formats(accuracy.load(root / results.CPU, "gpt-formats"), out)
-    return f"written: {out}"
-
-
-# What writes a part of the pages, under the root of the repository, and returns what is printed.
-PAGES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "report": (_report, "write the measured tables into README and docs"),
-    "accumulator": (accumulator.write, "model the sums of FP8 tensor cores, for docs/"),
-    "footprint": (footprint.write, "the bytes that a step holds in each precision"),
-    "profile": (profile.write, "where the time of a training step goes, for docs/"),
-    "formats": (_formats, "draw what formats do to a run, for docs/"),
-    "underflow": (underflow.write, "fp16 with and without loss scaling, for docs/"),
-}
-
-
-def _page(args: argparse.Namespace, write: Callable[[Path], str]) -> int:
-    print(write(args.root))
+def _report(args: argparse.Namespace) -> int:
+    for path in report.write(args.root):
+        print(f"{path}: brought up to date")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The GPU that is measured: its name and limits, its clocks, and a dry run without it.
+"""The GPU that is measured: its name and limits, and a dry run without it.
 
 MIXPREC_BENCH_DEVICE=cpu is a dry run: every case of the GPU runs, tiny, on the CPU, so that what is
 wrong with the benchmark itself shows without a GPU. Its figures mean nothing, and its files say so.
@@ -8,13 +8,8 @@ MIXPREC_BENCH_TINY=1: the same on torch's cuda device, where that is a fake one.
 from __future__ import annotations
 
 import os
-import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +19,6 @@ ON_CPU = DEVICE.type != "cuda"
 DRY_RUN = ON_CPU or os.environ.get("MIXPREC_BENCH_TINY") == "1"
 FAKE_NAME = "a GPU on the CPU"  # of tests/emulated/device, as torch names it
 BACKENDS = ("cpp", "reference") if ON_CPU else ("cuda", "triton", "vendor")
-QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-_PROPERTIES = f"name,driver_version,clocks.max.sm,power.limit,memory.free,{QUERY}"
 _DRY_RUN_L2 = 1 << 16
 
 
@@ -77,6 +70,31 @@ def randn(
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
+def operand(
+    height: int, width: int, dtype: torch.dtype, way: str, seed: int, on: str | None = None
+) -> torch.Tensor:
+    """[height, width], "n": row-major, or "t": the transpose of a row-major tensor."""
+    if way == "t":
+        return randn(width, height, dtype=dtype, seed=seed, on=on).t()
+    return randn(height, width, dtype=dtype, seed=seed, on=on)
+
+
+def scales(
+    shape: tuple[int, int, int], kind: str, on: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """0.5 for a and 0.25 for b of a product [M, N, K], as many as scaling per "tensor", "row" or
+    "block" has."""
+    m, n, k = shape
+    chunks, columns = -(-k // 128), -(-n // 128)
+    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "tensor": ((), ()),
+        "row": ((m, 1), (1, n)),
+        "block": ((m, chunks), (chunks, columns)),
+    }
+    a, b = sizes[kind]
+    return torch.full(a, 0.5, device=on or DEVICE), torch.full(b, 0.25, device=on or DEVICE)
+
+
 def l2_bytes() -> int:
     return _DRY_RUN_L2 if DRY_RUN else torch.cuda.get_device_properties(DEVICE).L2_cache_size
 
@@ -113,55 +131,3 @@ def properties() -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return found
-
-
-def _query(fields: str, *more: str) -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    format_ = "--format=csv,noheader,nounits"
-    return ["nvidia-smi", f"--query-gpu={fields}", format_, f"--id={visible}", *more]
-
-
-def snapshot() -> dict[str, str] | None:
-    """What nvidia-smi says right now; None where there is none, or the GPU is lost."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        done = subprocess.run(_query(_PROPERTIES), capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:
-        return None
-    values = [v.strip() for v in done.stdout.strip().split(",")]
-    names = _PROPERTIES.split(",")
-    return dict(zip(names, values, strict=True)) if len(values) == len(names) else None
-
-
-class Watch:
-    """Notes clocks, power and temperature twice a second while cases run, by one nvidia-smi."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._notes = Path(self._folder.name) / "notes"
-        self._notes.touch()
-        self._process: subprocess.Popen[str] | None = None
-        self._seen = 0
-        if shutil.which("nvidia-smi") is not None:
-            with self._notes.open("w") as file:
-                command = _query(QUERY, "-lms", "500")
-                self._process = subprocess.Popen(command, stdout=file, text=True)
-
-    def since_last(self) -> dict[str, list[float]]:
-        """Every value noted since the last call, by name."""
-        text = self._notes.read_text()[self._seen :]
-        complete = text[: text.rfind("\n") + 1]
-        self._seen += len(complete)
-        noted: dict[str, list[float]] = {}
-        for line in complete.splitlines():
-            for key, value in zip(QUERY.split(","), line.split(","), strict=False):
-                if re.fullmatch(r"\s*\d+(\.\d+)?\s*", value):
-                    noted.setdefault(key, []).append(float(value))
-        return noted
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-        self._folder.cleanup()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -28,8 +27,3 @@ def fill(text: str, block: Callable[[str], str | None]) -> str:
         return match[0] if found is None else f"<!-- {match[1]} -->\n\n{found}\n\n<!-- end -->"
 
     return re.sub(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", filled, text, flags=re.DOTALL)
-
-
-def update(page: Path, name: str, block: str) -> None:
-    """Bring one block of a page up to date."""
-    page.write_text(fill(page.read_text(), {name: block}.get))

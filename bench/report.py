@@ -1,46 +1,31 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
-Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
-training steps, model steps, demo, footprint, head, lean, memory, underflow, versions, gpu, gpu
-state, "peak MODEL", "accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
+Whatever page holds the marker of a block gets it, up to <!-- end -->: those of OF_BENCH, OF_A_FILE
+and OF_THE_REST, the latter with what they are of: "peak gpt", "build pack.cu".
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
+from mixprec.formats import BLOCK, FORMATS
 
-from . import (
-    accuracy,
-    audit,
-    device,
-    families,
-    footprint,
-    head,
-    pages,
-    peak,
-    plan,
-    profile,
-    results,
-    table,
-    underflow,
-    versions,
-)
+from . import device, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
+from .studies import accuracy, peak
+from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
 NOTHING = "Nothing has been measured on a GPU yet."
 _BUILD_HEADER = (
-    "kernel",
-    "instances",
-    "registers",
-    "shared memory",
-    "spilled",
+    *("kernel", "instances", "registers", "shared memory", "spilled"),
     "instructions an element",
 )
 _BYTES_HEADER = ("", "launches", "read", "written", "bytes an element", "loaded again")
@@ -134,7 +119,7 @@ def bench_summary(content: dict[str, Any]) -> str:
 
 def lean(content: dict[str, Any]) -> str:
     """What a step keeps in each way to train, by examples/gpt_memory.py."""
-    # The peak is that of a pass without a step: bench.peak has that of training.
+    # The peak is that of a pass without a step: studies.peak has that of training.
     reports = [MemoryReport(**{**one, "peak": None}) for one in content["reports"]]
     header, *lines, _ = reports[0].cells(*reports[1:])
     whole = reports[0].total
@@ -143,8 +128,10 @@ def lean(content: dict[str, Any]) -> str:
     return f"{content['what']}:\n\n{shown}\n\n{pages.machine(content['environment'])}"
 
 
-def demo(content: dict[str, Any], seeds: dict[str, Any]) -> str:
+def demo(root: Path) -> str:
     """The demo's own table, cell by cell, and the differences that several seeds show."""
+    content = results.read_json(root / results.CPU / "demo.json")
+    seeds = results.read_json(root / results.CPU / "accuracy-gpt.json")
     header, *body = content["table"]
     unigram = content["environment"]["unigram_bits_per_byte"]
     return (
@@ -155,18 +142,41 @@ def demo(content: dict[str, Any], seeds: dict[str, Any]) -> str:
     )
 
 
-def stats(content: dict[str, Any], of: str) -> str:
+def stats(root: Path, of: str) -> str:
     """A table that examples/gpt_stats.py printed: "monitor" or "layers"."""
+    content = results.read_json(root / results.CPU / "stats.json")
     where = pages.machine(content["environment"])
     return f"```\n{content[of]}\n```\n\nOf {content['what'][of]}. {where}"
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """What became of make test with one pair of Python and torch."""
+    if row["status"] == "not run":
+        return f"not run: {row['reason']}"
+    counts = [f"{row[kind]:,} {kind}" for kind in ("failed", "passed", "skipped") if row[kind]]
+    return ", ".join(counts) or "did not start"
+
+
+def versions(content: dict[str, Any]) -> str:
+    """A line per pair of Python and torch, by .ci/versions.py, and the processors."""
+    rows = content["rows"]
+    body = []
+    for row in rows:
+        asked = row["pair"].split("-")
+        names = (row.get("python", asked[0]), row.get("torch", asked[1]))
+        took = f"{row['seconds']} s" if row.get("seconds") else ""
+        day = row.get("date", "")[:10]
+        body.append((*names, outcome(row), took, day, row.get("commit") or ""))
+    processors = sorted({row["processor"] for row in rows if "processor" in row})
+    header = ("Python", "torch", "`make test`", "time", "date", "commit")
+    return f"{table.markdown(header, body)}\n\n{'; '.join(processors) or 'Nothing ran'}."
 
 
 def gpu_results(root: Path) -> dict[str, list[dict[str, Any]]]:
     """The result files of make gpu-bench, by GPU. ResultError for a dry run: it has no figures."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((root / results.RESULTS).glob("*/bench-*.json")):
-        if path.parent == root / results.CPU:
-            continue
+    paths = (root / results.RESULTS).glob("*/bench-*.json")
+    for path in sorted(p for p in paths if p.parent != root / results.CPU):
         content = results.load(path)
         where = content["environment"]
         if where.get("dry_run") is not False or where["gpu_name"] == device.FAKE_NAME:
@@ -226,7 +236,36 @@ def kernel_bytes(root: Path, of: str) -> str:
     return table.markdown(_BYTES_HEADER, body)
 
 
-# Of the results of make bench on each processor, and of a file of the block's own name.
+def gpu_state(root: Path) -> str:
+    names = ", ".join(gpu_results(root))
+    return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
+
+
+def memory(root: Path) -> str:
+    files = (root / results.CPU / f"peak-{model}.json" for model in peak.NAMES)
+    return peak.summary(map(results.read_json, files))
+
+
+def format_tables(root: Path) -> str:
+    """For docs/explorer.html: of each format, [first code, log2 of the first number, log2 of the
+    distance] of every run of equally spaced positive numbers, and the largest code of a number."""
+    tables = {}
+    for f in (*FORMATS, *BLOCK):
+        mantissa, least, top = (int(math.log2(x)) for x in (1 / f.eps, f.smallest_normal, f.max))
+        runs: list[list[int | None]] = [[0, None, least - mantissa]]
+        for i, exponent in enumerate(range(least, top + 1), 1):
+            runs.append([i << mantissa, exponent, exponent - mantissa])
+        last = (len(runs) - 1 << mantissa) + int((f.max / 2.0**top - 1) / f.eps)
+        nan = None if f in BLOCK else (1 << f.bits - 1) - 1
+        tables[f.name] = {
+            **{"bits": f.bits, "mantissa": mantissa, "last": last, "saturates": f.saturates},
+            **{"inf": last + 1 if f.has_inf else None, "nan": nan, "runs": runs},
+        }
+    return f'<script id="tables" type="application/json">{json.dumps(tables)}</script>'
+
+
+# Of the results of make bench on each processor; of a file of the block's own name, "peak gpt" of
+# peak-gpt.json; of others.
 OF_BENCH: dict[str, Block] = {
     "bench": bench,
     "bench summary": bench_summary,
@@ -234,55 +273,42 @@ OF_BENCH: dict[str, Block] = {
     "training steps": training_steps,
 }
 OF_A_FILE: dict[str, Block] = {
-    "audit-cost": audit.cost,
-    "audit-errors": audit.errors,
-    "plan-study": plan.study,
-    "plan-regret": plan.regret,
-    "plan-choice": plan.choice,
-    "outliers-study": plan.outliers,
     "lean": lean,
-    "footprint": footprint.block,
-    "profile": profile.block,
-    "head": head.block,
-    "underflow": underflow.block,
-    "versions": versions.block,
+    "versions": versions,
     "model-table": families.block,
+    "peak": peak.block,
+    "accuracy": accuracy.block,
+}
+OF_THE_REST: dict[str, Callable[..., str]] = {
+    "model steps": model_steps,
+    "demo": demo,
+    "gpu": gpu,
+    "gpu state": gpu_state,
+    "memory": memory,
+    "build": build,
+    "format tables": format_tables,
+    "moved": kernel_bytes,
+    "stats": stats,
 }
 
 
 def block(root: Path, name: str) -> str | None:
     """What stands in the block of this name; None for a block of another program."""
-    cpu = root / results.CPU
-    kind, _, of = name.partition(" ")
     if name in OF_BENCH:
         return "\n\n".join(map(OF_BENCH[name], results.load_all_processors(root)))
-    if name == "model steps":
-        return model_steps(root)
-    if name == "demo":
-        return demo(results.read_json(cpu / "demo.json"), accuracy.load(cpu, "gpt"))
-    if name in OF_A_FILE:
-        return OF_A_FILE[name](results.read_json(cpu / f"{name}.json"))
-    if name == "gpu":
-        return gpu(root)
-    if name == "gpu state":
-        names = ", ".join(gpu_results(root))
-        return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
-    if name == "memory":
-        return peak.summary([peak.load(cpu, model) for model in peak.MODELS])
-    if kind == "peak":
-        return peak.block(peak.load(cpu, of))
-    if kind == "build":
-        return build(root, of)
-    if kind == "moved":
-        return kernel_bytes(root, of)
-    if kind == "stats":
-        return stats(results.read_json(cpu / "stats.json"), of)
-    return accuracy.task_block(accuracy.load(cpu, of)) if kind == "accuracy" else None
+    if name in OF_THE_REST:
+        return OF_THE_REST[name](root)
+    kind, *of = name.split(" ", 1)
+    if kind in OF_A_FILE:
+        file = root / results.CPU / f"{name.replace(' ', '-')}.json"
+        return OF_A_FILE[kind](results.read_json(file))
+    return OF_THE_REST[kind](root, *of) if of and kind in OF_THE_REST else None
 
 
 def render(root: Path) -> dict[Path, str]:
     """README.md and the pages of docs/ as bench/results/ has them today."""
     found = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    found += (root / "docs").glob("explorer.html")
     return {page: pages.fill(page.read_text(), partial(block, root)) for page in found}
 
 

@@ -24,7 +24,7 @@ from mixprec.ops.gemm import gemm_op
 
 from ..triton_kernels import configs
 from . import verify
-from .device import randn
+from .device import operand, randn, scales
 from .results import write_json
 from .timing.run import sets
 from .timing.timer import Budget, Candidate, Clock, CudaClock, interleave, medians, settle
@@ -52,7 +52,6 @@ FAMILIES = {
     "fp8 blocks": Family(torch.float8_e4m3fn, blocks=True),
     "fp8 fast": Family(torch.float8_e4m3fn, fast_accum=True),
 }
-BLOCK = 128
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "thin": ((16, 4096, 4096), (64, 14336, 4096)),
     "unaligned": ((1023, 1029, 2511), (2047, 3073, 8191)),
@@ -71,21 +70,14 @@ def arguments(
     """gemm's arguments, and the product of their scales."""
     m, n, k = shape
     dtype, fast, blocks, _ = FAMILIES[family]
-
-    def operand(height: int, width: int, way: str, seed: int) -> torch.Tensor:
-        size = (width, height) if way == "t" else (height, width)
-        x = randn(*size, dtype=dtype, seed=seed, on=device)
-        return x.t() if way == "t" else x
-
-    a, b = operand(m, k, layout[0], seed), operand(k, n, layout[1], seed + 1)
-    scales, factor = [None, None], 1.0
+    a = operand(m, k, dtype, layout[0], seed, device)
+    b = operand(k, n, dtype, layout[1], seed + 1, device)
+    given: tuple[torch.Tensor | None, ...] = (None, None)
     if blocks:
-        chunks, columns = -(-k // BLOCK), -(-n // BLOCK)
-        sizes = zip(((m, chunks), (chunks, columns)), (0.5, 0.25), strict=True)
-        scales, factor = [torch.full(size, v, device=device) for size, v in sizes], 0.125
+        given = scales(shape, "block", device)
     elif dtype.itemsize == 1:
-        scales = [torch.ones((), device=device)] * 2
-    return (a, b, *scales, None, torch.bfloat16, fast), factor
+        given = (torch.ones((), device=device),) * 2
+    return (a, b, *given, None, torch.bfloat16, fast), 0.125 if blocks else 1.0
 
 
 def tiles(capability: int, family: str) -> dict[str, Tile]:
@@ -203,11 +195,7 @@ def fastest(measured: list[dict[str, float]]) -> tuple[str, float] | None:
 
 
 def measure(
-    device: str,
-    clock: Clock,
-    *,
-    capability: library.Capability,
-    seconds: float,
+    device: str, clock: Clock, *, capability: library.Capability, seconds: float
 ) -> dict[str, gemm_table.Entry]:
     """An entry for each family and size class in which two contenders or more can do all shapes in
     all layouts."""

@@ -20,23 +20,30 @@ from pathlib import Path
 import gpt_data
 import torch
 from gpt_model import GPT, GPTConfig
-from memory_ways import lean, masters, plain
 from needs import needs
+from torch import nn
 
 import mixprec
 from mixprec.bench.environment import environment
 from mixprec.lean_training import FIDELITIES
 
 BATCH, CONTEXT = 8, 256
+WAYS = ("fp32", "bf16", *FIDELITIES)
 
 
-WAYS = {"fp32": plain, "bf16": masters, **{name: lean(name) for name in FIDELITIES}}
+def prepared(way: str, model: nn.Module) -> torch.optim.Optimizer:
+    if way == "fp32":
+        return torch.optim.AdamW(model.parameters())
+    if way in FIDELITIES:
+        return mixprec.lean(model, fidelity=way, verbose=False)[1]
+    mixprec.convert(mixprec.cast_parameters(model, torch.bfloat16), way, fuse=True)
+    return mixprec.optim.AdamW(model.parameters())
 
 
 def report(way: str, config: GPTConfig, batch: tuple[torch.Tensor, ...]) -> mixprec.MemoryReport:
     torch.manual_seed(0)
     model = GPT(config).to(batch[0].device)
-    return mixprec.memory_report(model, WAYS[way](model), batch, label=way)
+    return mixprec.memory_report(model, prepared(way, model), batch, label=way)
 
 
 def reports(config: GPTConfig, batch: tuple[torch.Tensor, ...]) -> list[mixprec.MemoryReport]:

@@ -33,8 +33,7 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
 
 # convert(fuse=True) knows torch's classes; of this one of the model it has to be told.
 mixprec.nn.register_fusion(
-    Norm,
-    lambda m: mixprec.nn.NormSpec(m.normalized_shape[0], m.eps, m.weight, subtract_mean=True),
+    Norm, lambda m: mixprec.nn.NormSpec(m.normalized_shape[0], m.eps, m.weight, subtract_mean=True)
 )
 
 

@@ -1,9 +1,8 @@
-"""Small labelled images, without any download: glyphs of matplotlib's fonts, or real digits.
+"""Small labelled images, without any download: glyphs of matplotlib's fonts.
 
-"glyphs": digits and capital letters of the 21 text fonts that matplotlib brings, thinned or
-thickened, rotated, sheared, scaled, blurred and with noise. For each character, some fonts are used
-for the held-out set only, so it has shapes that are in no training image.
-"digits": the 1,797 handwritten digits that scikit-learn brings; the last quarter is held out.
+Digits and capital letters of the 21 text fonts that matplotlib brings, thinned or thickened,
+rotated, sheared, scaled, blurred and with noise. For each character, some fonts are used for the
+held-out set only, so it has shapes that are in no training image.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TILE, SIDE = 64, 28  # pixels of a rendered glyph and of an image
 HELD_OUT_FONTS = 4  # different ones for each character
 TRAIN, HELD_OUT = 20_000, 10_000
-DATA = ("glyphs", "digits")
 
 
 class DataError(Exception):
@@ -134,38 +132,10 @@ def glyph_images(train: int = TRAIN, held_out: int = HELD_OUT, seed: int = 0) ->
     return Images(CHARACTERS, *sets, sources, sources_held_out)
 
 
-def digit_images(seed: int = 0) -> Images:
-    """scikit-learn's digits, 8 x 8. DataError without scikit-learn.
-
-    The last ones are held out: most of them are by other writers than the rest.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            f"--data digits needs scikit-learn ({error}): pip install scikit-learn"
-        ) from error
-    x, y = load_digits(return_X_y=True)
-    images = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8)
-    labels, sources = torch.tensor(y), torch.arange(len(y))
-    cut = len(y) * 3 // 4
-    images = (images - images[:cut].mean()) / images[:cut].std()
-    train, held_out = slice(0, cut), slice(cut, None)
-    return Images(
-        "0123456789",
-        (images[train], labels[train]),
-        (images[held_out], labels[held_out]),
-        sources[train],
-        sources[held_out],
-    )
-
-
-@lru_cache(maxsize=2)
-def load(name: str) -> Images:
-    """The images of that name, made once per process. ValueError for another name."""
-    if name not in DATA:
-        raise ValueError(f"data must be {' or '.join(DATA)}, got {name!r}")
-    return glyph_images() if name == "glyphs" else digit_images()
+@lru_cache(maxsize=1)
+def load() -> Images:
+    """The glyphs, made once per process."""
+    return glyph_images()
 
 
 class Batches:

@@ -1,11 +1,10 @@
 """Train an image classifier in several precisions and compare them.
 
-    python examples/train_image.py --model cnn|vit [--data digits] [--recipes fp32,fp8] ...
-    python examples/train_image.py --model resnet50|efficientnet_b0|vit_l --device cuda ...
+    python examples/train_image.py --model cnn|vit [--recipes fp32,fp8] ...
 
-cnn and vit are small models of this folder; the others come from torchvision or timm. At the end it
-prints a table and writes DIR/results.json and DIR/loss.png. The exit code is 0 if every precision
-has a finite loss on the held-out images. `train` is one run; other programs call it too.
+At the end it prints a table and writes DIR/results.json and DIR/loss.png. The exit code is 0 if
+every precision has a finite loss on the held-out images. `train` is one run; other programs call it
+too.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import image_data
-import large_models
 import torch
 import torch.nn.functional as F
 from image_models import MODELS
-from large_models import LARGE_MODELS
 from torch import nn
 from train_gpt import LEAN, check_device, warmup_then_cosine
 
@@ -34,9 +31,9 @@ from mixprec.diagnostics.report import Row
 from mixprec.lean_training import FIDELITIES
 
 RECIPES = "fp32,bf16,fp16,fp8,fp8-delayed,fp8-rowwise,fp8-block"
-STEPS = {"cnn": 400, "vit": 1200, "resnet50": 200, "efficientnet_b0": 200, "vit_l": 200}
-LR = {"cnn": 4e-3, "vit": 3e-3, "resnet50": 3e-4, "efficientnet_b0": 3e-4, "vit_l": 1e-4}
-BATCH = {"cnn": 32, "vit": 32, "resnet50": 256, "efficientnet_b0": 256, "vit_l": 64}
+STEPS = {"cnn": 400, "vit": 1200}
+LR = {"cnn": 4e-3, "vit": 3e-3}
+BATCH = 32
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -45,18 +42,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", choices=(*MODELS, *LARGE_MODELS), default="cnn", help="the model to train")
-    add("--data", choices=image_data.DATA, default="glyphs", help="the images to train on")
+    add("--model", choices=MODELS, default="cnn", help="the model to train")
     add("--recipes", default=RECIPES, help="precisions, separated by commas")
     add("--steps", type=int, help=f"training steps (default: {STEPS})")
-    add("--batch", type=int, help=f"images per step (default: {BATCH})")
+    add("--batch", type=int, default=BATCH, help="images per step")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the data")
     add("--device", default="cpu", help="cpu or cuda")
     add("--out", default="demo", metavar="DIR", help="folder for results.json and loss.png")
     options = parser.parse_args(argv)
-    for name, default in (("steps", STEPS), ("batch", BATCH)):
-        if getattr(options, name) is None:
-            setattr(options, name, default[options.model])
+    if options.steps is None:
+        options.steps = STEPS[options.model]
+    for name in ("steps", "batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     options.recipes = options.recipes.split(",")
@@ -75,10 +71,7 @@ def make_model(
 ) -> tuple[nn.Module, mixprec.GradScaler]:
     """The model converted to `recipe`, and its loss scaler, which is enabled for fp16 only."""
     torch.manual_seed(seed)
-    if name in MODELS:
-        model = MODELS[name](len(images.classes), images.side)
-    else:
-        model = large_models.make(name, len(images.classes))
+    model = MODELS[name](len(images.classes), images.side)
     scaled = False
     if recipe != "fp32":
         scaled = mixprec.Recipe.parse(recipe).needs_loss_scaling
@@ -110,10 +103,9 @@ def train(
     recipe: str,
     seed: int = 0,
     steps: int | None = None,
-    data: str = "glyphs",
     device: str = "cpu",
     after_step: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
-    batch: int | None = None,
+    batch: int = BATCH,
 ) -> dict[str, Any]:
     """Train one model and evaluate it on the held-out images.
 
@@ -122,8 +114,7 @@ def train(
     seconds, images_per_second (without the first step), skipped (steps) and losses (one per step).
     """
     steps = STEPS[model_name] if steps is None else steps
-    batch = BATCH[model_name] if batch is None else batch
-    images = image_data.load(data)
+    images = image_data.load()
     settings = {"lr": LR[model_name], "weight_decay": 0.05, "max_grad_norm": 1.0}
     lr = LR[model_name]
     if recipe.startswith(LEAN):
@@ -193,7 +184,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                 recipe,
                 seed=options.seed,
                 steps=options.steps,
-                data=options.data,
                 device=options.device,
                 batch=options.batch,
             )
@@ -242,9 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     check_device(options.device)
     try:
         Path(options.out).mkdir(parents=True, exist_ok=True)  # fail before the training, not after
-        images = image_data.load(options.data)
+        images = image_data.load()
         print(
-            f"{options.model} on {len(images.train[1]):,} {options.data}, {len(images.classes)} "
+            f"{options.model} on {len(images.train[1]):,} glyphs, {len(images.classes)} "
             f"classes; {len(images.held_out[1]):,} held out; {options.steps} steps of "
             f"{options.batch} on {options.device}, {torch.get_num_threads()} threads",
             flush=True,
@@ -252,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         results = run(options)
         if results:
             write(options, results)
-    except (image_data.DataError, large_models.MissingPackageError) as error:
+    except image_data.DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:

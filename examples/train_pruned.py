@@ -35,7 +35,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="cnn", help="what is trained")
-    add("--data", choices=image_data.DATA, default="glyphs", help="on which images")
     add("--recipe", default="fp8", help="precision: fp32, bf16, fp16, fp8, fp8-delayed, ...")
     add("--sparsity", type=float, default=0.7, help="share of each matrix that is set to zero")
     add("--warmup", type=float, default=0.4, help="share of the steps before that")
@@ -144,7 +143,6 @@ def main(argv: list[str] | None = None) -> int:
                 options.recipe,
                 seed=options.seed,
                 steps=options.steps,
-                data=options.data,
                 device=options.device,
                 after_step=after_step,
             )

@@ -5,20 +5,15 @@ from . import (  # noqa: F401
     fused,
     gemm,
     gpt,
-    gpu_fused,
     gpu_gemm,
     gpu_layer,
-    gpu_memory,
     head,
-    mlp,
     models,
     overhead,
     pack,
     quantize,
     quantize_mx,
-    simulate,
     step,
-    training,
 )
 from .registry import CASES, select
 

@@ -28,49 +28,56 @@ LAYERS = {
     "llama-1b-down": (256, 8192, 2048),
     "gpt2-head": (512, 768, 50257),
 }
-E4M3 = torch.float8_e4m3fn
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_randn = partial(device.randn, on="cpu")
 
 
-def product(size: int, operands: torch.dtype, out: torch.dtype, baseline: str) -> Workload:
+def _in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.float() @ b.float()
+
+
+def _scaled_mm(out: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    one = torch.ones(())
+    return torch._scaled_mm(a, b, one, one, out_dtype=out)
+
+
+# name, operands, output, baseline, target
+_KINDS: tuple[tuple[str, torch.dtype, torch.dtype, str, Callable[..., Any], float], ...] = (
+    ("fp16", FP16, FP16, "torch a @ b", torch.matmul, 3.5),
+    ("fp8-bf16", E4M3, BF16, "torch._scaled_mm", partial(_scaled_mm, BF16), 2.5),
+    ("fp8-fp32", E4M3, FP32, "torch._scaled_mm", partial(_scaled_mm, FP32), 1.3),
+    # torch's CPU mm has no fp32 output for bf16 operands; this gives the same single rounding
+    ("bf16-fp32", BF16, FP32, "torch a.float() @ b.float()", _in_fp32, 1.3),
+)
+
+
+def product(
+    size: int, operands: torch.dtype, out: torch.dtype, baseline: str, run: Callable[..., Any]
+) -> Workload:
     """a @ b in `operands`, written as `out`, against one baseline; b = weight.t(), as in a layer.
 
     The column-major b is also the kind one to torch: its fp16 product takes 20 times as long with
     a row-major b on processors without fp16 arithmetic (1024 cubed: 13 against 0.7 GFLOP/s).
     """
-    a, weight = (device.randn(size, size, dtype=operands, seed=i, on="cpu") for i in range(2))
-    b = weight.t()
-    one = torch.ones(())
-    baselines = {
-        "torch a @ b": lambda: a @ b,
-        "torch._scaled_mm": lambda: torch._scaled_mm(a, b, one, one, out_dtype=out),
-        "torch a.float() @ b.float()": lambda: a.float() @ b.float(),
-    }
-    ours = partial(mixprec.gemm, a, b, out_dtype=out)
+    a, b = (_randn(size, size, dtype=operands, seed=i) for i in range(2))
+    ours = partial(mixprec.gemm, a, b.t(), out_dtype=out)
     return Workload(
-        ours=ours,
-        baselines={baseline: baselines[baseline]},
-        check=lambda: verify.gemm(ours(), a, b),
+        ours,
+        {baseline: partial(run, a, b.t())},
+        lambda: verify.gemm(ours(), a, b.t()),
         flops=2.0 * size**3,
         bytes=size * size * (2 * operands.itemsize + out.itemsize),
     )
 
 
-_KINDS = (
-    # name, operands, output, baseline, target
-    ("fp16", torch.float16, torch.float16, "torch a @ b", 3.5),
-    ("fp8-bf16", E4M3, torch.bfloat16, "torch._scaled_mm", 2.5),
-    ("fp8-fp32", E4M3, torch.float32, "torch._scaled_mm", 1.3),
-    # torch's CPU mm has no fp32 output for bf16 operands; this gives the same single rounding
-    ("bf16-fp32", torch.bfloat16, torch.float32, "torch a.float() @ b.float()", 1.3),
-)
-
-for _name, _operand, _out, _baseline, _target in _KINDS:
+for _name, _operands, _out, _baseline, _run, _target in _KINDS:
     for _size in SIZES:
         case(
             f"gemm/{_name}/{_size}",
-            f"{_size} cubed, {str(_operand)[6:]} operands, {str(_out)[6:]} output",
+            f"{_size} cubed, {str(_operands)[6:]} operands, {str(_out)[6:]} output",
             times_faster(_target),
-            partial(product, _size, _operand, _out, _baseline),
+            partial(product, _size, _operands, _out, _baseline, _run),
             quick=_size == SIZES[0],
         )
 
@@ -83,33 +90,26 @@ def layer(tokens: int, k: int, n: int, fp8: bool) -> Workload:
     takes ten times as long.)
     """
     shapes = (tokens, k), (n, k), (tokens, n)
-    dtypes = (E4M3, E4M3, torch.float8_e5m2) if fp8 else (torch.bfloat16,) * 3
-    x, w, g = (
-        device.randn(*shape, dtype=dtype, seed=i, on="cpu")
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    )
-    wide = [t.bfloat16() for t in (x, w, g)]
+    dtypes = (E4M3, E4M3, E5M2) if fp8 else (BF16,) * 3
+    x, w, g = (_randn(*shapes[i], dtype=dtypes[i], seed=i) for i in range(3))
 
     def three(product: Callable[..., torch.Tensor], x: Any, w: Any, g: Any) -> list[torch.Tensor]:
         return [product(x, w.t()), product(g, w), product(g.t(), x)]
 
-    def in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.mm(a.float(), b.float()).bfloat16()
-
-    bf16 = partial(mixprec.gemm, out_dtype=torch.bfloat16)
-    ours = partial(three, bf16, x, w, g)
+    ours = partial(three, partial(mixprec.gemm, out_dtype=BF16), x, w, g)
+    products = {"torch.mm in fp32": lambda a, b: _in_fp32(a, b).bfloat16()}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        products["torch.mm"] = torch.mm
 
     def check() -> str | None:
         pairs = zip(ours(), ((x, w.t()), (g, w), (g.t(), x)), strict=True)
         return verify.first(*(verify.gemm(c, a, b) for c, (a, b) in pairs))
 
-    products = {"torch.mm in fp32": in_fp32}
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        products["torch.mm"] = torch.mm
+    wide = [t.bfloat16() for t in (x, w, g)]
     return Workload(
-        ours=ours,
-        baselines={name: partial(three, product, *wide) for name, product in products.items()},
-        check=check,
+        ours,
+        {name: partial(three, product, *wide) for name, product in products.items()},
+        check,
         flops=6.0 * tokens * k * n,
         bytes=2.0 * sum(t.numel() * x.element_size() for t in (x, w, g)),
     )
@@ -117,10 +117,11 @@ def layer(tokens: int, k: int, n: int, fp8: bool) -> Workload:
 
 for _name, _shape in LAYERS.items():
     for _fp8 in (False, True):
+        _how = "fp8" if _fp8 else "bf16"
         case(
-            f"gemm/layer/{_name}/{'fp8' if _fp8 else 'bf16'}",
+            f"gemm/layer/{_name}/{_how}",
             f"three products of a linear layer, {_shape[0]} tokens, {_shape[1]} -> {_shape[2]}, "
-            f"{'fp8' if _fp8 else 'bf16'} operands, bf16 results",
+            f"{_how} operands, bf16 results",
             times_faster(0.95 if _fp8 else 1.0),
             partial(layer, *_shape, _fp8),
         )
@@ -129,9 +130,8 @@ for _name, _shape in LAYERS.items():
 def experts(count: int, tokens: int, k: int, n: int) -> Workload:
     """The products of a mixture's experts, forward and for the gradient of their weights, in bf16:
     one call each, and a call of gemm for each expert, whose share of the tokens is random."""
-    draw_bf16 = partial(device.randn, dtype=torch.bfloat16, on="cpu")
-    x, g = (draw_bf16(tokens, size, seed=size) for size in (k, n))
-    weight = draw_bf16(count * n, k, seed=1).view(count, n, k)
+    x, g = (_randn(tokens, size, dtype=BF16, seed=size) for size in (k, n))
+    weight = _randn(count * n, k, dtype=BF16, seed=1).view(count, n, k)
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0))
     offs = (draw.cumsum(0) / draw.sum() * tokens).round().int()
     b = weight.transpose(1, 2)
@@ -149,9 +149,7 @@ def experts(count: int, tokens: int, k: int, n: int) -> Workload:
         same = all(map(torch.equal, ours(), loop()))
         return None if same else "the results are not those of a gemm for each expert"
 
-    return Workload(
-        ours=ours, baselines={"a gemm for each": loop}, check=check, flops=4.0 * tokens * k * n
-    )
+    return Workload(ours, {"a gemm for each": loop}, check, flops=4.0 * tokens * k * n)
 
 
 for _experts, _tokens in ((8, 4096), (64, 4096), (128, 512)):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +11,7 @@ import torch
 import mixprec
 
 from .. import verify
-from .registry import (
-    NotMeasured,
-    Workload,
-    case,
-    times_faster,
-    times_faster_than,
-    times_the_time,
-)
+from .registry import Workload, case, example, times_faster, times_faster_than, times_the_time
 
 BATCH = 4
 SIZES = {"4x512": (4, 512, 256), "3x256": (3, 256, 128)}  # layers, width, context
@@ -32,20 +22,6 @@ Model = tuple[torch.nn.Module, Callable[[Any], torch.Tensor]]
 Make = Callable[[], Model]
 
 
-@cache
-def _examples() -> Any:
-    """examples/gpt_model.py, which is in a clone but not in an installed package."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "gpt_model.py"
-    spec = importlib.util.spec_from_file_location("mixprec_examples_gpt_model", path)
-    if not path.exists() or spec is None or spec.loader is None:
-        raise NotMeasured("this needs examples/gpt_model.py of a clone of the project")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    mixprec.nn.register_fusion(module.Norm, layer_norm)
-    return module
-
-
 def layer_norm(m: Any) -> mixprec.nn.NormSpec:
     """Of a user's own class with the attributes of torch's."""
     return mixprec.nn.NormSpec(m.normalized_shape[0], m.eps, m.weight, m.bias, subtract_mean=True)
@@ -53,7 +29,8 @@ def layer_norm(m: Any) -> mixprec.nn.NormSpec:
 
 def gpt(size: str) -> Model:
     layers, width, context = SIZES[size]
-    examples = _examples()
+    examples = example("gpt_model")
+    mixprec.nn.register_fusion(examples.Norm, layer_norm)
     model = examples.GPT(examples.GPTConfig(layers, width, width // 64, context))
     text = torch.randint(0, 256, (BATCH, context + 1))
     inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -143,19 +120,6 @@ def workload(
     return Workload(step(compiled=compiled), baselines, same)
 
 
-def _simulated(size: str) -> Workload:
-    """fp8 as Hopper's tensor cores compute it, against torch in FP32."""
-    make = partial(gpt, size)
-    step = ours(make, "fp8")
-
-    def on_hopper() -> float:
-        with mixprec.simulate("hopper"):
-            return step()
-
-    same = partial(check, partial(ours, make, "fp8"), partial(torchs, make), 0.03)
-    return Workload(on_hopper, {FP32: torchs(make)}, same)
-
-
 _FP16 = times_faster_than(FP32_COMPILED, 1.05)
 _WAYS = ("bf16", "bf16-fuse", "bf16-compiled", "fp8-fuse", "fp8-compiled", "fp8-block-fuse")
 for _size, _bars in (("4x512", (1.2, 1.33, 1.15, 1.25)), ("3x256", (1.2, 1.5, 1.15, 1.35))):
@@ -172,9 +136,17 @@ for _size, _bars in (("4x512", (1.2, 1.33, 1.15, 1.25)), ("3x256", (1.2, 1.5, 1.
             partial(workload, partial(gpt, _size), _recipe, "fuse" in _how, "compiled" in _how),
         )
 
-case(
-    "simulate/training/hopper/fp8",
-    "training step of the GPT of 3 blocks of width 256, fp8 as hopper computes it",
-    times_the_time(12.0),
-    partial(_simulated, "3x256"),
-)
+
+def _saved(saved: str) -> Workload:
+    as_saved = partial(ours, partial(gpt, "4x512"), "bf16", params=torch.bfloat16)
+    step = partial(as_saved, saved=saved)
+    return Workload(step(), {"as saved": as_saved()}, partial(check, step, as_saved, 0.01))
+
+
+for _name in ("int8", "int4"):
+    case(
+        f"training/saved/{_name}",
+        f"training step of 4 blocks, width 512, 1,024 tokens, bf16, compress_saved {_name}",
+        times_the_time(1.08),
+        partial(_saved, _name),
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ Shape = tuple[int, int, int]  # M, N, K
 Product = Callable[..., torch.Tensor]
 E4M3 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BLOCK = 128
 FAST, PRECISE, BF16 = "torch._scaled_mm, fast", "torch._scaled_mm, precise", "torch.matmul, bf16"
 
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # N, K
@@ -56,73 +54,45 @@ CORE: list[Shape] = [
 FEW: list[Shape] = [(2048, 2048, 2048), (8192, 8192, 8192), (2047, 3073, 8192)]
 
 
-def _operand(height: int, width: int, dtype: torch.dtype, way: str, seed: int) -> torch.Tensor:
-    """[height, width], "n": row-major, or "t": the transpose of a row-major tensor."""
-    if way == "t":
-        return device.randn(width, height, dtype=dtype, seed=seed).t()
-    return device.randn(height, width, dtype=dtype, seed=seed)
-
-
 def _workload(
     full: Shape,
     dtype: torch.dtype,
     layout: str,
     ours: Product,
     baselines: dict[str, Product],
-    *,
+    out: torch.dtype,
     scales: tuple[torch.Tensor | None, ...] = (None, None),
     factor: float = 1.0,
-    out: torch.dtype | None = None,
 ) -> Workload:
-    """ours and the baselines take the operands and, for a product that is added, out=None, what it
-    is added to. factor: of both scales together."""
+    """ours and the baselines take the operands. factor: of both scales together."""
     # The baseline may not add 16-bit partial sums either.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     m, n, k = device.sized(*full)
 
-    def inputs(i: int) -> tuple[Any, ...]:
-        a = _operand(m, k, dtype, layout[0], 2 * i)
-        x = Operands(a, _operand(k, n, dtype, layout[1], 2 * i + 1), *scales)
-        return (x,) if out is not None else (x, torch.zeros(m, n, device=device.DEVICE))
+    def inputs(i: int) -> Operands:
+        a = device.operand(m, k, dtype, layout[0], 2 * i)
+        return Operands(a, device.operand(k, n, dtype, layout[1], 2 * i + 1), *scales)
 
     def check() -> str | None:
-        x, *_ = given = inputs(0)
-        return verify.gemm(ours(*given), x.a, x.b, factor, most=(192, 1536))
+        x = inputs(0)
+        return verify.gemm(ours(x), x.a, x.b, factor, most=(192, 1536))
 
-    def arguments(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *acc = given
-        return (*acc, *x) if acc else (*x, None, out, False)
-
-    moved = 8 if out is None else out.itemsize  # bytes of an element of the result
     return Workload(
-        lambda given: ours(*given),
-        {name: partial(lambda run, given: run(*given), run) for name, run in baselines.items()},
+        ours,
+        baselines,
         check,
         inputs,
-        ops=("gemm_accumulate_" if out is None else "gemm",),
-        bytes=float(dtype.itemsize * (m * k + k * n) + moved * m * n),
+        ops=("gemm",),
+        bytes=float(dtype.itemsize * (m * k + k * n) + out.itemsize * m * n),
         flops=2.0 * m * n * k,
-        arguments=arguments,
+        arguments=lambda x: (*x, None, out, False),
     )
 
 
 def _product16(shape: Shape, dtype: torch.dtype, layout: str) -> Workload:
     baselines = {"torch.matmul": lambda x: torch.matmul(x.a, x.b)}
-    return _workload(shape, dtype, layout, lambda x: mixprec.gemm(x.a, x.b), baselines, out=dtype)
-
-
-def _scales(shape: Shape, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """0.5 and 0.25, as many as the kind of scaling has."""
-    m, n, k = shape
-    chunks, columns = -(-k // BLOCK), -(-n // BLOCK)
-    sizes = {
-        "tensor": ((), ()),
-        "row": ((m, 1), (1, n)),
-        "block": ((m, chunks), (chunks, columns)),
-    }[kind]
-    a, b = (torch.full(s, v, device=device.DEVICE) for s, v in zip(sizes, (0.5, 0.25), strict=True))
-    return a, b
+    return _workload(shape, dtype, layout, lambda x: mixprec.gemm(x.a, x.b), baselines, dtype)
 
 
 def _has_bf16_baseline(shape: Shape, kind: str) -> bool:
@@ -134,7 +104,7 @@ def _product8(shape: Shape, kind: str) -> Workload:
     """a [M, K] row-major, b = weight.t(): what every FP8 GEMM of Hopper takes."""
     bf16 = torch.bfloat16
     m, n, k = device.sized(*shape)
-    scales = theirs = _scales((m, n, k), kind)
+    scales = theirs = device.scales((m, n, k), kind)
     if kind == "block":  # which _scaled_mm takes column-major alone
         theirs = tuple(s.t().contiguous().t() for s in scales)
 
@@ -149,23 +119,7 @@ def _product8(shape: Shape, kind: str) -> Workload:
     if _has_bf16_baseline(shape, kind):
         a16, b16 = device.randn(m, k, dtype=bf16), device.randn(k, n, dtype=bf16)
         baselines[BF16] = lambda _: torch.matmul(a16, b16)
-    return _workload(shape, E4M3, "nt", ours, baselines, scales=scales, factor=0.125, out=bf16)
-
-
-def _accumulate(shape: Shape) -> Workload:
-    """A weight gradient: acc [M, N] fp32 += a @ b, with a the transpose of a row-major tensor."""
-
-    def ours(x: Operands, acc: torch.Tensor) -> torch.Tensor:
-        mixprec.gemm_accumulate_(acc, x.a, x.b)
-        return acc
-
-    baselines: dict[str, Product] = {
-        "torch.addmm, fp32 out": lambda x, acc: torch.addmm(
-            acc, x.a, x.b, out_dtype=torch.float32, out=acc
-        ),
-        "torch acc.add_(a @ b)": lambda x, acc: acc.add_(x.a @ x.b),
-    }
-    return _workload(shape, torch.bfloat16, "tn", ours, baselines)
+    return _workload(shape, E4M3, "nt", ours, baselines, bf16, scales, 0.125)
 
 
 def _families() -> Iterator[tuple[str, list[Shape], list[Shape]]]:
@@ -199,11 +153,3 @@ _ORDER = {"n": "row-major", "t": "transposed"}
 for _family, _all, _core in _families():
     for _shape in _all:
         _register(_family, _shape, _shape in _core)
-for _k, _n in LAYER:
-    case(
-        f"cuda/gemm_accumulate_/bf16/{_n}x{_k}x{TOKENS}",
-        "a weight gradient added in FP32, bf16 operands",
-        times_faster(1.0),
-        partial(_accumulate, (_n, _k, TOKENS)),
-        quick=_n == LAYER[0][1],
-    )

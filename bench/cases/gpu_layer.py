@@ -13,7 +13,7 @@ from torch.nn import functional
 import mixprec
 
 from .. import device, verify
-from .registry import NotMeasured, Workload, both_passes, case, times_faster, torchao_float8
+from .registry import Workload, both_passes, case, times_faster
 
 
 class Sizes(NamedTuple):
@@ -33,7 +33,7 @@ def _sizes() -> Sizes:
 
 # Against the layer in bf16: the output has the residual stream in it, which no cast touches.
 OUTPUT_DB, GRADIENT_DB = 20.0, 14.0
-OVER_BF16, OVER_TORCHAO = 1.3, 1.05
+OVER_BF16 = 1.3
 
 
 class LlamaLayer(nn.Module):
@@ -91,15 +91,15 @@ def _pass(layer: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> 
     return lambda: both_passes(lambda: forward(x), leaves, g)
 
 
-def _float8() -> dict[str, Pass]:
-    """torchao's FP8 training under torch.compile, as it is meant to be run."""
-    if device.DRY_RUN:
-        raise NotMeasured("torchao's FP8 training needs a GPU with FP8 tensor cores")
-    layer = torchao_float8(_layer())
-    return {"torchao float8, compiled": _pass(layer, device.compiled(layer))}
+def _bf16() -> dict[str, Pass]:
+    eager, compiled = _layer(), _layer()
+    return {
+        "torch bf16": _pass(eager, eager),
+        "torch bf16, compiled": _pass(compiled, device.compiled(compiled)),
+    }
 
 
-def _workload(recipe: str, compiled: bool, baselines: Callable[[], dict[str, Pass]]) -> Workload:
+def _workload(recipe: str, compiled: bool) -> Workload:
     plain, (tokens, width, *_) = _layer(), _sizes()
     weights = sum(p.numel() for p in plain.parameters())
     attention = 2.0 * tokens * tokens * width  # QK^T and PV, of which causality needs half
@@ -114,15 +114,7 @@ def _workload(recipe: str, compiled: bool, baselines: Callable[[], dict[str, Pas
         return verify.sqnr_at_least(bars, ours()(), _pass(plain, plain)())
 
     flops = 3 * (2.0 * tokens * weights + attention)
-    return Workload(ours(), baselines(), check, bytes=2.0 * weights, flops=flops)
-
-
-def _bf16() -> dict[str, Pass]:
-    eager, compiled = _layer(), _layer()
-    return {
-        "torch bf16": _pass(eager, eager),
-        "torch bf16, compiled": _pass(compiled, device.compiled(compiled)),
-    }
+    return Workload(ours(), _bf16(), check, bytes=2.0 * weights, flops=flops)
 
 
 _WHAT = f"a layer of Llama-3-8B, {Sizes().tokens} tokens, forward + backward"
@@ -133,13 +125,6 @@ for _recipe in ("bf16", "fp8", "fp8-rowwise", "fp8-block"):
             f"cuda/layer/{_recipe}/{_how}",
             f"{_WHAT}: {_recipe}, {_how}, against bf16",
             times_faster(OVER_BF16 if "fp8" in _recipe else 1.0),
-            partial(_workload, _recipe, _compiled, _bf16),
+            partial(_workload, _recipe, _compiled),
             quick=_recipe in ("fp8", "fp8-block"),
         )
-case(
-    "cuda/layer/fp8/torchao",
-    f"{_WHAT}: fp8, eager, against torchao",
-    times_faster(OVER_TORCHAO),
-    partial(_workload, "fp8", False, _float8),
-    quick=True,
-)

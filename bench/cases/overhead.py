@@ -18,7 +18,6 @@ from mixprec.ops import grad_stats_
 from .. import device, verify
 from .registry import Workload, at_most, case
 
-OVER_MATMUL = 5.0  # us
 # What a call needs, and the value that its result or a tensor that it writes then has: 1.
 Call = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
@@ -31,17 +30,14 @@ def _calls(where: str) -> dict[str, Call]:
         q = mixprec.quantize(x, mixprec.E4M3)
     size = 1 if where == "cpu" else 16  # the least that kernels of a GPU take
     a = torch.ones(size, size, device=where).bfloat16()
-    acc, sum_sq = torch.zeros(1, 1, device=where), 0 * x.double()
+    one, acc, sum_sq = a[:1, :1], torch.zeros(1, 1, device=where), 0 * x.double()
     return {
         "amax": (lambda: mixprec.amax(x), lambda result: result),
         # 448 / 1, a power of two
         "quantize": (lambda: mixprec.quantize(x, mixprec.E4M3), lambda q: q.data.float() / 256),
         "dequantize": (lambda: mixprec.dequantize(q), lambda result: result),
         "gemm": (lambda: mixprec.gemm(a, a), lambda c: c[0, 0] / size),
-        "gemm_accumulate_": (
-            lambda: mixprec.gemm_accumulate_(acc, a[:1, :1], a[:1, :1]),
-            lambda _: acc,
-        ),
+        "gemm_accumulate_": (lambda: mixprec.gemm_accumulate_(acc, one, one), lambda _: acc),
         "unscale_": (lambda: mixprec.unscale_(grads, half, zero), lambda _: grads[0]),
         "grad_stats_": (lambda: grad_stats_(grads, half, zero, sum_sq), lambda _: sum_sq),
     }
@@ -63,46 +59,25 @@ def _workload(on_gpu: bool, op: str) -> Workload:
 
 
 _OPS = ("amax", "quantize", "dequantize", "gemm", "gemm_accumulate_", "unscale_", "grad_stats_")
+_CPU, _GPU = at_most(12.0, "us"), at_most(5.0, "us", lambda m: m["ours"] - m["torch.matmul"])
 for _name in _OPS:
+    _what = f"one call of mixprec.{_name}"
     if _name != "grad_stats_":
-        case(
-            f"overhead/{_name}",
-            f"one call of mixprec.{_name} on one element",
-            at_most(12.0, "us"),
-            partial(_workload, False, _name),
-            quick=True,
-        )
+        _make = partial(_workload, False, _name)
+        case(f"overhead/{_name}", f"{_what} on one element", _CPU, _make, quick=True)
     if _name != "gemm_accumulate_":
-        case(
-            f"cuda/overhead/{_name}",
-            f"Python's time for one call of mixprec.{_name}, less that of torch.matmul",
-            at_most(OVER_MATMUL, "us", lambda medians: medians["ours"] - medians["torch.matmul"]),
-            partial(_workload, True, _name),
-            quick=True,
-        )
-
-_IMPORT = """
-import time, torch
-start = time.perf_counter()
-import mixprec
-print(time.perf_counter() - start)
-"""
+        _make, _what = partial(_workload, True, _name), f"Python's time for {_what}"
+        case(f"cuda/overhead/{_name}", f"{_what}, less torch.matmul's", _GPU, _make, quick=True)
 
 
 def _import() -> float:
     """Seconds of `import mixprec` over `import torch`, in a fresh process."""
-    run = subprocess.run(
-        [sys.executable, "-c", _IMPORT],
-        capture_output=True,
-        text=True,
-        cwd=tempfile.gettempdir(),  # -c looks for modules in the current folder first
-        # The first run keeps the byte code, as installing a package does.
-        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
-        check=False,
-    )
-    if run.returncode != 0:
-        raise RuntimeError(f"import mixprec failed: {run.stderr.strip().splitlines()[-1]}")
-    return float(run.stdout)
+    clock = "from time import perf_counter as now; import torch; start = now()"
+    # The first run keeps the byte code, as installing a package does; -c looks for modules in the
+    # current folder first.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", f"{clock}; import mixprec; print(now() - start)"]
+    return float(subprocess.check_output(command, cwd=tempfile.gettempdir(), env=env))
 
 
 case(

@@ -1,4 +1,5 @@
-"""quantize, on the CPU and on the GPU: codes, amax and transpose, against the same in torch."""
+"""quantize, on the CPU and on the GPU: codes, amax and transpose, against the same in torch; and on
+the GPU amax and dequantize."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ E4M3_MAX = 448.0
 BLOCK = 128
 CPU_SHAPE = (2048, 2048)  # 4M elements
 GPU_SHAPE = (8192, 8192)
+BOTH = (False, True)
 Result = tuple[torch.Tensor, ...]
 # The height and width of a block with a scale of its own; 0: all of x.
 BLOCKS = {"tensor": (0, 0), "row": (1, 0), "block1x128": (1, BLOCK), "block128x128": (BLOCK, BLOCK)}
@@ -31,7 +33,7 @@ def _cast(x: torch.Tensor, height: int, width: int, scale: torch.Tensor | None) 
     return codes.view_as(x), 1.0 / factor, amax
 
 
-def _in_torch(
+def in_torch(
     granularity: str, scale: torch.Tensor | None, transpose: bool, x: torch.Tensor
 ) -> Result:
     height, width = BLOCKS[granularity]
@@ -78,7 +80,7 @@ def _workload(
 
     return Workload(
         ours,
-        device.eager_and_compiled(partial(_in_torch, granularity, scale, transpose), on_gpu),
+        device.eager_and_compiled(partial(in_torch, granularity, scale, transpose), on_gpu),
         # data, scale_inv, amax, data_t, scale_inv_t
         partial(verify.same_as_reference, lambda: ours(inputs(0))[:5]),
         inputs,
@@ -102,22 +104,15 @@ for _name, _granularity, _given, _times in _ON_CPU:
         quick=_given,
     )
 
-_BOTH = (False, True)
-_ON_GPU = (
+_ON_GPU: list[tuple[str, tuple[int, int], str, bool, bool]] = [
     # dtype, shape, granularity, scale given, transpose
-    *(
-        (d, GPU_SHAPE, "tensor", given, t)
-        for d in GPU_DTYPES
-        for t in _BOTH
-        for given in (True, False)
-    ),
-    *(
-        ("bf16", GPU_SHAPE, granularity, False, t)
-        for granularity in list(BLOCKS)[1:]
-        for t in _BOTH
-    ),
-    *(("bf16", shape, "tensor", False, True) for shape in ((2048, 4096), (16384, 16384))),
-)
+    (d, GPU_SHAPE, "tensor", given, t)
+    for d in GPU_DTYPES
+    for t in BOTH
+    for given in (True, False)
+]
+_ON_GPU += [("bf16", GPU_SHAPE, kind, False, t) for kind in list(BLOCKS)[1:] for t in BOTH]
+_ON_GPU += [("bf16", shape, "tensor", False, True) for shape in ((2048, 4096), (16384, 16384))]
 for _name, _shape, _granularity, _given, _transpose in _ON_GPU:
     _how = ("given" if _given else "current") if _granularity == "tensor" else _granularity
     _scales = "the scale given" if _given else f"scales per {_granularity} from this x"
@@ -129,3 +124,55 @@ for _name, _shape, _granularity, _given, _transpose in _ON_GPU:
         share=0.9,
         quick=True,
     )
+
+
+def _amax(dtype: torch.dtype) -> Workload:
+    m, k = device.sized(*GPU_SHAPE)
+    inputs = partial(device.randn, m, k, dtype=dtype)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax().float()
+
+    return Workload(
+        mixprec.amax,
+        device.eager_and_compiled(plain),
+        lambda: verify.equal("amax", mixprec.amax(inputs()), plain(inputs())),
+        lambda i: inputs(seed=i),
+        ops=("amax",),
+        bytes=float(dtype.itemsize * m * k),
+    )
+
+
+def _dequantize(granularity: str, dtype: torch.dtype) -> Workload:
+    m, k = device.sized(*GPU_SHAPE, tiny=2 * BLOCK)
+
+    def inputs(i: int) -> mixprec.Quantized:
+        with mixprec.use_backend("reference"):
+            x = device.randn(m, k, dtype=torch.bfloat16, seed=i)
+            return mixprec.quantize(x, mixprec.E4M3, granularity=granularity)
+
+    def plain(q: mixprec.Quantized) -> torch.Tensor:
+        if granularity == "tensor":
+            return (q.data.float() * q.scale_inv).to(dtype)
+        tiles = q.data.view(m, -1, BLOCK).float() * q.scale_inv.unsqueeze(2)
+        return tiles.to(dtype).view(m, k)
+
+    scales = 0 if granularity == "tensor" else m * (k // BLOCK)
+    return Workload(
+        lambda q: mixprec.dequantize(q, dtype),
+        device.eager_and_compiled(plain),
+        lambda: verify.equal("x", mixprec.dequantize(inputs(0), dtype), plain(inputs(0))),
+        inputs,
+        ops=("dequantize",),
+        bytes=float((1 + dtype.itemsize) * m * k + 4 * scales),
+    )
+
+
+_SIZE = "x".join(map(str, GPU_SHAPE))
+for _name, _dtype in GPU_DTYPES.items():
+    _make, _what = partial(_amax, _dtype), f"max |x| of {_name}"
+    case(f"cuda/amax/{_name}/{_SIZE}", _what, times_faster(1.0), _make, share=0.9, quick=True)
+    for _kind in ("tensor", "block1x128") if _name == "bf16" else ("tensor",):
+        _make, _what = partial(_dequantize, _kind, _dtype), f"e4m3 -> {_name}, scales per {_kind}"
+        _case = f"cuda/dequantize/{_kind}-{_name}/{_SIZE}"
+        case(_case, _what, times_faster(1.0), _make, share=0.9, quick=True)

@@ -5,12 +5,14 @@ Cases of a GPU are named "cuda/op/situation".
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 Medians = Mapping[str, float]  # seconds per call, by name; "ours", the baselines, and the copy
 # What a case that counts its bytes is held against besides its baselines: a copy of as many.
@@ -28,14 +30,17 @@ class NotMeasured(Exception):
     """Raised while a workload is made: this machine cannot measure it, for the reason given."""
 
 
-def torchao_float8(model: nn.Module, **config: Any) -> nn.Module:
-    """`model` under torchao's float8 training; config: of its Float8LinearConfig."""
+def example(name: str) -> Any:
+    """A module of examples/, which is in a clone, or in PYTHONPATH beside an installed package."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        raise NotMeasured("torchao is not installed (pip install torchao)") from None
-    converted: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(**config))
-    return converted
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise NotMeasured(f"this needs examples/{name}.py of a clone of the project") from None
 
 
 def both_passes(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mixprec
-from mixprec.ops import grad_stats_, inv_scale, muon_direction_
+from mixprec.ops import grad_stats_, inv_scale
 
 from .. import device, verify
 from . import steps
@@ -67,30 +67,18 @@ class Kind(NamedTuple):
     what: str = ""  # as what another kind is compared with
 
 
+BF16, INT8 = torch.bfloat16, {"state_dtype": "int8"}
+REMAINDER16, REMAINDER8 = ({"master_weights": f"remainder{bits}"} for bits in (16, 8))
+STOCHASTIC = {"stochastic_rounding": True, "state_dtype": BF16}
 KINDS = {
     "fp32": Kind(torch.float32, Bytes(4, 4, 8, 0), {}),
-    "masters": Kind(torch.bfloat16, Bytes(2, 2, 8, 4), {}, what="fp32 moments"),
-    "remainder16": Kind(torch.bfloat16, Bytes(2, 2, 8, 2), {"master_weights": "remainder16"}),
-    "stochastic": Kind(
-        torch.bfloat16,
-        Bytes(2, 2, 4, 0),
-        {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
-    ),
-    "int8": Kind(torch.bfloat16, Bytes(2, 2, 2, 4), {"state_dtype": "int8"}),
-    "remainder8": Kind(
-        torch.bfloat16,
-        Bytes(2, 2, 2, 1),
-        {"master_weights": "remainder8", "state_dtype": "int8"},
-    ),
-    "remainder16-int8": Kind(
-        torch.bfloat16,
-        Bytes(2, 2, 2, 2),
-        {"master_weights": "remainder16", "state_dtype": "int8"},
-        what="16 remainder bits",
-    ),
+    "masters": Kind(BF16, Bytes(2, 2, 8, 4), {}, what="fp32 moments"),
+    "remainder16": Kind(BF16, Bytes(2, 2, 8, 2), REMAINDER16),
+    "stochastic": Kind(BF16, Bytes(2, 2, 4, 0), STOCHASTIC),
+    "int8": Kind(BF16, Bytes(2, 2, 2, 4), INT8),
+    "remainder8": Kind(BF16, Bytes(2, 2, 2, 1), REMAINDER8 | INT8),
+    "remainder16-int8": Kind(BF16, Bytes(2, 2, 2, 2), REMAINDER16 | INT8, what="16 remainder bits"),
     "sgd": Kind(torch.float32, Bytes(4, 4, 4, 0), {}, "sgd"),
-    "lion": Kind(torch.bfloat16, Bytes(2, 2, 4, 4), {}, "lion"),
-    "lion-int8": Kind(torch.bfloat16, Bytes(2, 2, 1, 4), {"state_dtype": "int8"}, "lion"),
 }
 
 
@@ -133,49 +121,6 @@ def _workload(on_gpu: bool, full: Shapes, kind: Kind, rival: Kind | None = None)
 
 
 # On the CPU
-
-
-def _other_libraries() -> Workload:
-    """The step alone, without masters: AdamW8bit of torchao and of bitsandbytes."""
-    options: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": "int8"}
-    mine = steps.ours(parameters(GPT, torch.bfloat16), **options)[1]
-    theirs = steps.adamw_8bit(parameters(GPT, torch.bfloat16))
-    return Workload(mine, theirs, partial(steps.check, GPT, torch.bfloat16, **options))
-
-
-def _muon_direction() -> Workload:
-    """The first pass of Muon alone: bf16 gradients, FP32 momentum and direction."""
-    momentum, bf16 = 0.95, torch.bfloat16
-    shapes, few = (
-        [s for s in (TINY if device.DRY_RUN else found) if len(s) == 2]
-        for found in (gpt_shapes(*BILLION), GPT)
-    )
-
-    def made(shapes: Shapes) -> dict[str, list[torch.Tensor]]:
-        grads = [device.randn(*s, dtype=bf16, seed=i) for i, s in enumerate(shapes)]
-        directions, buffers, copies = ([g.float() for g in grads] for _ in range(3))
-        return {"directions": directions, "grads": grads, "buffers": buffers, "copies": copies}
-
-    def ours(given: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
-        directions, buffers = given["directions"], given["buffers"]
-        counts = counted[: len(buffers)]
-        muon_direction_(directions, given["grads"], buffers, [], counts, momentum=momentum)
-        return [*directions, *buffers]
-
-    def foreach(given: dict[str, list[torch.Tensor]]) -> None:
-        torch._foreach_copy_(given["copies"], given["grads"])
-        torch._foreach_lerp_(given["buffers"], given["copies"], 1 - momentum)
-        torch._foreach_lerp_(given["copies"], given["buffers"], momentum)
-
-    counted = torch.zeros(max(len(shapes), len(few)), device=device.DEVICE)
-    return Workload(
-        ours,
-        {"torch foreach": foreach},
-        partial(verify.same_as_reference, lambda: ours(made(few))),
-        lambda _: made(shapes),
-        ops=("muon_direction_",),
-        bytes=14.0 * steps.elements(shapes),
-    )
 
 
 def _muon() -> Workload:
@@ -243,8 +188,6 @@ _ON_CPU: tuple[tuple[str, Target, Any, str], ...] = (
      f"unscale + clip + AdamW, 8-bit moments against fp32 ones, bf16 with fp32 masters, {_LIST}"),
     ("bf16/remainder8", times_the_time(1.2), _on_cpu(GPT, "remainder8", "remainder16-int8"),
      f"unscale + clip + AdamW with 8-bit moments, 8 remainder bits against 16, {_LIST}"),
-    ("bf16/int8/others", times_faster(8.0), _other_libraries,
-     f"the same without masters, against AdamW8bit of other libraries, {_LIST}"),
     ("fp32/per-tensor", at_most(3.0, "us", _per_tensor), _many_and_one,
      "time per tensor: 1,000 tensors of 1,000, less one tensor of 1M"),
     ("sgd/gpt", times_faster(1.4), _on_cpu(GPT, "sgd"),
@@ -259,38 +202,19 @@ for _name, _target, _make, _what in _ON_CPU:
 
 # On the GPU
 
-_STEP = "unscale + clip + AdamW + write-back"
+_STEP = "unscale + clip + AdamW + write-back, bf16"
 _ON_GPU = (
     # name, kind, what, number of parameters, times the baseline
-    *(
-        ("adamw_/bf16-masters", "masters", f"{_STEP}, bf16 with fp32 masters", count, times)
-        for count, times in (("1e9", 1.9), ("gpt-12.7M", 1.0), ("1000x1000", 1.0))
-    ),
-    ("adamw_/fp32", "fp32", f"{_STEP}, fp32", "1e9", 1.4),
-    ("adamw_/remainder16", "remainder16", f"{_STEP}, bf16 with 16 remainder bits for masters",
-     "1e9", 1.9),
-    ("adamw_/stochastic", "stochastic", f"{_STEP}, bf16, moments too, rounded stochastically",
-     "1e9", 1.9),
-    ("adamw_/int8", "int8", f"{_STEP}, 8-bit moments, bf16 with fp32 masters", "1e9", 1.9),
+    ("adamw_/bf16-masters", "masters", f"{_STEP} with fp32 masters", "1e9", 1.9),
+    ("adamw_/bf16-masters", "masters", f"{_STEP} with fp32 masters", "gpt-12.7M", 1.0),
+    ("adamw_/bf16-masters", "masters", f"{_STEP} with fp32 masters", "1000x1000", 1.0),
+    ("adamw_/fp32", "fp32", "unscale + clip + AdamW, fp32", "1e9", 1.4),
+    ("adamw_/remainder16", "remainder16", f"{_STEP} with 16 bits for masters", "1e9", 1.9),
+    ("adamw_/stochastic", "stochastic", f"{_STEP}, moments too, no masters", "1e9", 1.9),
+    ("adamw_/int8", "int8", f"{_STEP} with fp32 masters and 8-bit moments", "1e9", 1.9),
     ("sgd_/fp32", "sgd", "unscale + clip + SGD with momentum, fp32", "1e9", 1.4),
-    ("lion_/bf16-masters", "lion", "unscale + clip + Lion + write-back, bf16 with fp32 masters",
-     "1e9", 1.9),
-    ("lion_/int8", "lion-int8", "the same with an 8-bit moment", "1e9", 1.9),
-)  # fmt: skip
-for _name, _kind, _what, _count, _times in _ON_GPU:
-    case(
-        f"cuda/{_name}/{_count}",
-        f"{_what}, {_count} parameters",
-        times_faster(_times),
-        partial(_workload, True, SIZES[_count], KINDS[_kind]),
-        share=0.88 if _count == "1e9" else None,
-        quick=True,
-    )
-case(
-    "cuda/muon_direction_/bf16/1e9",
-    "unscale + momentum of Muon, bf16 gradients, the matrices of 1e9 parameters",
-    times_faster(1.9),
-    _muon_direction,
-    share=0.88,
-    quick=True,
 )
+for _name, _kind, _what, _count, _times in _ON_GPU:
+    _make = partial(_workload, True, SIZES[_count], KINDS[_kind])
+    _share, _what = 0.88 if _count == "1e9" else None, f"{_what}, {_count} parameters"
+    case(f"cuda/{_name}/{_count}", _what, times_faster(_times), _make, share=_share, quick=True)

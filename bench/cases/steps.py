@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 
 import mixprec
 from mixprec.ops import join_master
-from mixprec.optim import SGD, AdamW, Lion
+from mixprec.optim import SGD, AdamW
 
 from .. import verify
-from .registry import NotMeasured
 
 Shapes = list[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
@@ -21,37 +19,11 @@ Step = Callable[[], None]
 MAX_NORM = 1.0
 
 
-class ForeachLion(torch.optim.Optimizer):
-    """Lion in operations on lists of tensors: torch has none. fused: as torch's optimizers take."""
-
-    def __init__(self, params: Params, fused: bool, **settings: Any) -> None:
-        super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            params, (beta1, beta2) = group["params"], group["betas"]
-            grads = gradients(params)
-            if not self.state[params[0]]:
-                for p in params:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-            moments = [self.state[p]["exp_avg"] for p in params]
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            updates = torch._foreach_lerp(moments, grads, 1 - beta1)
-            torch._foreach_sign_(updates)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(moments, grads, 1 - beta2)
-
-
 # Ours, torch's and what both are given.
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "adamw": (
-        AdamW,
-        torch.optim.AdamW,
-        {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    ),
+    "adamw": (AdamW, torch.optim.AdamW, ADAMW),
     "sgd": (SGD, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
-    "lion": (Lion, ForeachLion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
 }
 # Timing repeats the step on one set of gradients, which unscaling would shrink to nothing at any
 # other loss scale; the values are compared at a real one.
@@ -130,23 +102,6 @@ def torchs(params: Params, scale: float = TIMED_SCALE, kind: str = "adamw") -> t
             torch._foreach_copy_([*params], [*stepped])
 
     return stepped, step
-
-
-def adamw_8bit(params: Params) -> dict[str, Step]:
-    """The step of each library that is installed, on parameters that it does not share."""
-    steps: dict[str, Step] = {}
-    for name, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
-        try:
-            kind = importlib.import_module(module).AdamW8bit
-        except ImportError:
-            continue
-        own = [torch.nn.Parameter(p.detach().clone()) for p in params]
-        for p, q in zip(params, own, strict=True):
-            q.grad = p.grad
-        steps[f"{name} AdamW8bit"] = kind(own, lr=1e-3).step
-    if not steps:
-        raise NotMeasured("neither torchao nor bitsandbytes is installed")
-    return steps
 
 
 def check(

@@ -29,7 +29,7 @@ def few_glyphs(examples: pytest.MonkeyPatch) -> Any:
 
     examples.setattr(image_data, "CHARACTERS", "0147XS")
     images = image_data.glyph_images(train=300, held_out=120)
-    examples.setattr(image_data, "load", lambda name: images)
+    examples.setattr(image_data, "load", lambda: images)
     return images
 
 

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from mixprec.bench import accuracy as page
 from mixprec.bench import results
+from mixprec.bench.cases.registry import example
+from mixprec.bench.studies import accuracy
 
-pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
-
-
-@pytest.fixture
-def program(examples: pytest.MonkeyPatch) -> ModuleType:
-    import accuracy
-
-    return accuracy
+pytest.importorskip("scipy", reason="the intervals need scipy")
 
 
-def content(
-    runs: list[dict[str, object]], program: ModuleType, *, image: bool = False
-) -> dict[str, object]:
-    metric, more, unit, limit = program.IMAGE if image else program.GPT
+def content(runs: list[dict[str, object]], *, image: bool = False) -> dict[str, object]:
+    about = accuracy.IMAGE if image else accuracy.GPT
     return {
         "task": "cnn" if image else "gpt",
-        "metric": metric,
-        "more_is_better": more,
-        "unit": unit,
-        "limit": limit,
-        "command": "a command",
+        **about,
         "environment": {"processor": "P", "threads": 2, "torch": "T", "commit": None},
-        "summary": program.summary(runs, unit),
+        "summary": accuracy.summary(runs, about["unit"]),
         "runs": [{"samples": 10, "seconds": 1.0, "skipped": 0, **run} for run in runs],
     }
 
@@ -43,16 +30,16 @@ def of(recipe: str, *values: float) -> list[dict[str, object]]:
     return [{"recipe": recipe, "seed": seed, "value": value} for seed, value in enumerate(values)]
 
 
-def test_interval_is_students(program: ModuleType) -> None:
+def test_interval_is_students() -> None:
     """For three values t = 4.3027 (any table of the distribution), s = 1, so 4.3027 / sqrt(3)."""
-    assert program.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert program.interval([1.0]) is None
+    assert accuracy.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert accuracy.interval([1.0]) is None
 
 
-def test_differences_are_between_partners(program: ModuleType) -> None:
+def test_differences_are_between_partners() -> None:
     """Seeds differ by far more than recipes do: only their pairs show the recipe."""
     runs = of("fp32", 1.0, 2.0, 4.0) + of("fp8", 1.01, 2.02, 4.04)
-    line = program.summary(runs, "%")[1]
+    line = accuracy.summary(runs, "%")[1]
     assert line["difference"] == pytest.approx(1.0)
     assert line["difference_interval"] == pytest.approx(0.0, abs=1e-9)
     assert line["interval"] > 1
@@ -68,50 +55,47 @@ def test_differences_are_between_partners(program: ModuleType) -> None:
         (True, (1.3, 1.3001, 1.2999), "worse", False),
     ],
 )
-def test_verdicts(
-    image: bool, fp8: tuple[float, ...], verdict: str, met: bool, program: ModuleType
-) -> None:
-    given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), program, image=image)
+def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool) -> None:
+    given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), image=image)
     line = given["summary"][1]
-    assert page.verdict(given, line) == verdict
-    assert page.allowed(given, line)[1] is met
-    assert f"({verdict})" in page.sentence(given, ["fp32", "fp8"])
-    block = page.task_block(given)
+    assert accuracy.verdict(given, line) == verdict
+    assert accuracy.allowed(given, line)[1] is met
+    assert f"({verdict})" in accuracy.sentence(given, ["fp32", "fp8"])
+    block = accuracy.block(given)
     assert verdict in block
     assert "3 seeds, 10 held-out" in block
 
 
 def test_the_program_runs(
-    program: ModuleType, few_glyphs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    few_glyphs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two steps a run: the file has a run per recipe, and the page can be made of it."""
     arguments = ["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
-    assert program.main(arguments) == 0
-    measured = page.load(tmp_path, "vit")
-    assert [run["recipe"] for run in measured["runs"]] == list(program.SETS["precisions"])
+    assert accuracy.main(arguments) == 0
+    measured = results.read_json(tmp_path / "accuracy-vit.json")
+    assert [run["recipe"] for run in measured["runs"]] == list(accuracy.SETS["precisions"])
     assert all(0 <= run["value"] <= 100 for run in measured["runs"])
-    assert "one seed: no verdict" in page.task_block(measured)
+    assert "one seed: no verdict" in accuracy.block(measured)
     assert "vit seed 0 fp8-block" in capsys.readouterr().out
-    with pytest.raises(results.ResultError, match=r"accuracy-gpt\.json"):
-        page.load(tmp_path, "gpt")
     with pytest.raises(SystemExit):
-        program.main(["--task", "dog"])
+        accuracy.main(["--task", "dog"])
 
 
-def test_formats(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats(examples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run as a GPU computes it, and what is kept of it."""
-    monkeypatch.setattr(program, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
+    monkeypatch.setattr(accuracy, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
     monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
-    parse, small = program.train_gpt.parse_arguments, ["--layers=1", "--width=64"]
-    monkeypatch.setattr(program.train_gpt, "parse_arguments", lambda words: parse(words + small))
+    train_gpt, small = example("train_gpt"), ["--layers=1", "--width=64"]
+    parse = train_gpt.parse_arguments
+    monkeypatch.setattr(train_gpt, "parse_arguments", lambda words: parse(words + small))
     arguments = ["--task", "gpt", "--set", "formats", "--steps", "2", "--out", str(tmp_path)]
-    assert program.main([*arguments, "--seeds", "1"]) == 0
-    first = page.load(tmp_path, "gpt-formats")["runs"]
-    assert program.main([*arguments, "--seeds", "2", "--resume"]) == 0
-    measured = page.load(tmp_path, "gpt-formats")
+    assert accuracy.main([*arguments, "--seeds", "1"]) == 0
+    first = results.read_json(tmp_path / "accuracy-gpt-formats.json")["runs"]
+    assert accuracy.main([*arguments, "--seeds", "2", "--resume"]) == 0
+    measured = results.read_json(tmp_path / "accuracy-gpt-formats.json")
     assert measured["runs"][:2] == first
     assert [r["seed"] for r in measured["runs"]] == [0, 0, 1, 1]
     run = measured["runs"][1]
     assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
     with pytest.raises(SystemExit):
-        program.main(["--task", "vit", "--set", "formats"])
+        accuracy.main(["--task", "vit", "--set", "formats"])

@@ -17,7 +17,7 @@ import torch
 import mixprec
 from mixprec.bench import __main__ as cli
 from mixprec.bench import device, report, results
-from mixprec.bench.cases import gpt, models, select, training
+from mixprec.bench.cases import gpt, models, select
 from mixprec.bench.cases.registry import Case, NotMeasured
 
 # Larger ones compute as smaller ones do, activations in int8 as in int4.
@@ -31,10 +31,8 @@ LEFT_OUT = "/1024$|/4x512/|/llama|gpt2-head|saved/int8"
 )
 def test_values_of_a_case_agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With models of one layer: more of them compute as one does."""
-    blocks = training._blocks
-    monkeypatch.setattr(training, "_blocks", lambda count, *size: blocks(1, *size))
     monkeypatch.setattr(models, "LAYERS", 1)
-    monkeypatch.setitem(gpt.SIZES, "3x256", (1, 256, 128))
+    monkeypatch.setattr(gpt, "SIZES", {"3x256": (1, 256, 128), "4x512": (1, 512, 256)})
     try:
         work = case.make()
     except NotMeasured as reason:

@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# Those that read arguments, by themselves or by plan_tasks.report.
 PROGRAMS = [
-    path.stem
-    for path in sorted(EXAMPLES.glob("*.py"))
-    if path.stem != "plan_tasks"
-    and (".parse_args(" in path.read_text() or "report(__doc__" in path.read_text())
+    path.stem for path in sorted(EXAMPLES.glob("*.py")) if ".parse_args(" in path.read_text()
 ]
-OPTIONAL = ("accelerate", "lightning", "matplotlib", "peft", "rich", "scipy", "sklearn")
-OPTIONAL += ("timm", "torchvision", "transformers")
+OPTIONAL = ("accelerate", "lightning", "matplotlib", "peft", "rich", "scipy")
+OPTIONAL += ("transformers",)
 
 
 @pytest.fixture
@@ -54,7 +50,6 @@ def test_help(
 @pytest.mark.parametrize(
     ("program", "install"),
     [
-        ("accuracy --seeds=2", "'mixprec[examples]'"),
         ("gpt_memory --out=x.json --plot=x.png", "'mixprec[examples]'"),
         ("train_accelerate", "accelerate"),
         ("train_fabric", "lightning"),

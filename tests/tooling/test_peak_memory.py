@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -12,37 +10,31 @@ from pathlib import Path
 import pytest
 
 import mixprec
-from mixprec.bench import peak, results
+from mixprec.bench import results
+from mixprec.bench.studies import peak, peak_step
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-COMMITTED = {model: peak.load(ROOT / results.CPU, model) for model in peak.MODELS}
+COMMITTED = {
+    model: results.read_json(ROOT / results.CPU / f"peak-{model}.json") for model in peak.NAMES
+}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KB on Linux alone")
 
 
-def run(*arguments: str) -> str:
-    """What a program prints, whose own process is small as that of a shell."""
-    command = [sys.executable, *arguments]
-    return subprocess.check_output(command, text=True, cwd=EXAMPLES, env=ENVIRONMENT)
-
-
-def test_the_peak_is_that_of_the_child() -> None:
+def test_the_peak_is_that_of_the_process() -> None:
     """200 MB that it writes and frees show, and memory of its parent does not."""
     program = (
-        "import sys, peak_memory\n"
-        "print(*(peak_memory.peak_of([sys.executable, '-c', 'b = bytearray(b\"1\") * %d' % n])[0]"
-        " for n in (0, 200_000_000)))"
+        f"import runpy; n = runpy.run_path({peak_step.__file__!r})['most_resident']; before = n();"
+        "b = bytearray(b'1') * 200_000_000; del b; print(n() - before)"
     )
-    without, with_it = map(int, run("-c", program).split())
-    assert with_it - without == pytest.approx(200e6, rel=0.1)  # pages of its own come and go
-    assert without < 50e6
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert int(output) == pytest.approx(200e6, rel=0.1)  # pages of its own come and go
 
 
 def test_a_way_that_cannot_run_says_why() -> None:
-    found = run("peak_step.py", "no such way", json.dumps({"model": "gpt", "steps": 1}))
-    assert json.loads(found) == {"refused": "KeyError: 'no such way'"}
+    row: dict[str, object] = {}
+    peak.add(row, "no such way", {"model": "gpt", "steps": 1, "layers": 1, "context": 32})
+    assert row == {"refused": "KeyError: 'no such way'"}
 
 
 def test_the_program(tmp_path: Path) -> None:
@@ -57,7 +49,7 @@ def test_the_program(tmp_path: Path) -> None:
         "--caching-allocator",
     )
     out = tmp_path / "peak.json"
-    run("peak_memory.py", "--out", str(out), *sizes, "--ways", *ways)
+    assert peak.main(["--out", str(out), *sizes, "--ways", *ways]) == 0
     content = results.read_json(out)
     assert tuple(content["rows"]) == ways
     for way, row in content["rows"].items():
@@ -69,19 +61,17 @@ def test_the_program(tmp_path: Path) -> None:
 # The committed results
 
 
-@pytest.mark.parametrize("model", peak.MODELS)
-def test_every_way_was_measured_and_trained(model: str, examples: pytest.MonkeyPatch) -> None:
-    from memory_ways import WAYS
-
+@pytest.mark.parametrize("model", peak.NAMES)
+def test_every_way_was_measured_and_trained(model: str) -> None:
     rows = COMMITTED[model]["rows"]
-    assert list(rows) == list(WAYS[model])
+    assert list(rows) == list(peak_step.WAYS[model])
     for way, row in rows.items():
         assert "refused" not in row, way
         assert row["losses"][-1] < 0.95 * row["losses"][0], way
         assert min(row["peaks"]) > min(row["baselines"]), way
 
 
-@pytest.mark.parametrize("model", peak.MODELS)
+@pytest.mark.parametrize("model", peak.NAMES)
 def test_what_the_page_says_of_the_peaks(model: str) -> None:
     rows = COMMITTED[model]["rows"]
     found = {way: one["peak"] for way, one in peak.measured(COMMITTED[model]).items()}
@@ -100,7 +90,7 @@ def test_what_the_page_says_of_the_peaks(model: str) -> None:
 def test_what_the_page_says_of_the_allocator() -> None:
     """The cache lowers the peak of every way, and of lean below that of checkpointing."""
     before = peak.measured(COMMITTED["gpt"])
-    found = peak.measured(peak.load(ROOT / results.CPU, "gpt-cached"))
+    found = peak.measured(results.read_json(ROOT / results.CPU / "peak-gpt-cached.json"))
     for way, one in found.items():
         assert one["peak"] < before[way]["peak"], way
     assert found["lean balanced"]["peak"] < found["checkpointing"]["peak"]
@@ -114,9 +104,9 @@ def test_a_third_is_of_what_a_step_keeps() -> None:
 
 def test_the_sentence_of_the_readme() -> None:
     """The same ways of each model, in the same order."""
-    text = peak.summary(COMMITTED[model] for model in peak.MODELS)
+    text = peak.summary(COMMITTED[model] for model in peak.NAMES)
     _, *lists = re.split(r"parameters\): ", text)
-    for model, listed in zip(peak.MODELS, lists, strict=True):
+    for model, listed in zip(peak.NAMES, lists, strict=True):
         found = peak.measured(COMMITTED[model])
         want = [f"{found[way]['peak'] / 1e6:,.0f}" for way in peak.CHOSEN]
         assert re.findall(r"\b\d[\d,]*\d\b", listed)[:5] == want

@@ -31,7 +31,7 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         if step == 2:
             before.update({name: p.detach().clone() for name, p in model.named_parameters()})
 
-    example.train(model, recipe, 0, 14, "glyphs", "cpu", after_step)
+    example.train(model, recipe, 0, 14, "cpu", after_step)
     shares = pruner.shares()
     assert list(shares) == forms
     assert all(0.699 < shares[form] < 0.701 for form in forms if form != "FP8")
@@ -62,7 +62,7 @@ def test_an_overflow_in_a_pruned_place_still_skips_the_step(example: ModuleType)
             optimizer.step()
             skipped.append(int(optimizer.skipped))
 
-    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", after_step)
+    example.train("vit", "bf16", 0, 3, "cpu", after_step)
     assert skipped == [1]
 
 

@@ -229,3 +229,20 @@ def test_a_model_is_as_before_after_it_was_measured() -> None:
     assert found.keys() == {"0", "3"}
     assert found["0"].keys() == {"recipe", "x", "w", "g", "y", "grad_weight", "remedy"}
     assert all(20 < found[layer]["y"] < 45 for layer in "03")
+
+
+def test_a_histogram_of_what_is_no_tensor_of_numbers_is_refused() -> None:
+    assert mixprec.stats.histogram(torch.ones(2, 3)).counts == {127 << 4: 6}
+    assert mixprec.stats.histogram(torch.ones(0)).counts == {}
+    with torch.device("meta"):
+        assert mixprec.stats.histogram(torch.full((2,), 1.1, device="cpu")).counts == {2033: 2}
+    numbers = torch.ones(1 << 22).bfloat16().repeat(2)[:-1]
+    assert mixprec.stats.histogram(numbers[::1].requires_grad_()).counts == {127 << 4: 2**23 - 1}
+    for wrong, said in (
+        (torch.ones(2, dtype=torch.long), "got Tensor torch.int64"),
+        (torch.ones(2, device="meta"), "got Tensor torch.float32"),
+        (torch.ones(2, 2).to_sparse(), "got Tensor"),
+        ([1.0], "got list"),
+    ):
+        with pytest.raises(TypeError, match=f"histogram: tensor must be a dense .*{said}$"):
+            mixprec.stats.histogram(wrong)

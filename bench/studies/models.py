@@ -1,6 +1,6 @@
 """How much of a model convert reaches, and what training loses: a row for each family.
 
-    python examples/model_table.py --out bench/results/cpu/model-table.json
+    python -m mixprec.bench.studies.models --out bench/results/cpu/model-table.json
 
 Share of the FLOPs of a forward and backward pass that run by the recipe, as mixprec.audit counts
 them, attention counted apart; what is left; and the loss after 20 steps of AdamW from the same
@@ -11,6 +11,7 @@ report writes docs/models.md.
 from __future__ import annotations
 
 import argparse
+import statistics
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -19,15 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_families import MAKERS, loss_of, make
 
 import mixprec
-from mixprec.bench import results
-from mixprec.bench.environment import environment
 
-WAYS = ("fp32", "torch.autocast", "bf16", "fp8", "fp16")
+from .. import pages, results
+from ..environment import environment
+from ..table import markdown
+from .families import MAKERS, loss_of, make
+
+WAYS = ("torch.autocast", "bf16", "fp8", "fp16")
 STEPS, SEEDS = 20, (0, 1, 2)
 PRODUCTS = ("product", "convolution", "rnn")
+MOST, NEAR, REFERENCE = 0.95, 0.02, 0.01  # what the summary counts
 
 
 def shares(name: str) -> dict[str, Any]:
@@ -84,13 +88,53 @@ def loss_after(name: str, way: str, seed: int) -> float:
 def row(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="(torch|transformers|diffusers|mixprec).*")
-    losses = {way: [loss_after(name, way, seed) for seed in SEEDS] for way in WAYS}
+    losses = {way: [loss_after(name, way, seed) for seed in SEEDS] for way in ("fp32", *WAYS)}
     parameters = sum(p.numel() for p in make(name, 0)[0].parameters())
     return {"name": name, "parameters": parameters, **shares(name), "losses": losses}
 
 
+# The table
+
+
+def share(row: dict[str, Any]) -> float:
+    """Of the FLOPs of products with weights, those that run by the recipe."""
+    converted, left = (row["flops"].get(name, 0) for name in ("converted", "left"))
+    return float(converted / (converted + left))
+
+
+def loss(row: dict[str, Any], way: str) -> float:
+    """The median over seeds of how far the loss is from that of FP32, relative to it."""
+    pairs = zip(row["losses"][way], row["losses"]["fp32"], strict=True)
+    return statistics.median(abs(own - fp32) / abs(fp32) for own, fp32 in pairs)
+
+
+def block(content: dict[str, Any]) -> str:
+    rows = content["rows"]
+    body = [_line(row) for row in sorted(rows, key=lambda row: (-share(row), row["name"]))]
+    reached = sum(share(row) >= MOST for row in rows)
+    judged = [row for row in rows if loss(row, "torch.autocast") <= REFERENCE]
+    near = sum(loss(row, "fp8") <= NEAR for row in judged)
+    header = ("model", "converted", "activations", "left", "fp32", "autocast", *WAYS[1:])
+    return (
+        f"At least {MOST:.0%} of the FLOPs are converted in {reached} of {len(rows)} models. "
+        f"Where torch.autocast is within {REFERENCE:.0%} of FP32's loss, in {len(judged)} models, "
+        f"fp8 is within {NEAR:.0%} in {near}. {pages.machine(content['environment'])}\n\n"
+        f"{markdown(header, body)}"
+    )
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    flops = row["flops"]
+    products = flops.get("converted", 0) + flops.get("left", 0)
+    left = ", ".join(f"{name} {count / products:.1%}" for name, count in row["left"].items())
+    attention = flops.get("attention", 0) / (products + flops.get("attention", 0))
+    losses = (f"{loss(row, way):.2%}" for way in WAYS)
+    fp32 = statistics.median(row["losses"]["fp32"])
+    return row["name"], f"{share(row):.1%}", f"{attention:.0%}", left or "-", f"{fp32:.3f}", *losses
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=list(MAKERS), metavar="MODEL")
@@ -99,9 +143,7 @@ def main() -> None:
     with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:
         for each in pool.map(row, given.only):
             rows.append(each)
-            flops = each["flops"]
-            products = flops.get("converted", 0) + flops.get("left", 0)
-            print(f"{each['name']:15} {flops.get('converted', 0) / products:6.1%}", each["losses"])
+            print(f"{each['name']:15} {share(each):6.1%}", each["losses"])
     if given.out:
         content = {"rows": rows, "steps": STEPS, "environment": environment(quick=False)}
         results.write_json(given.out, content)
