@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -89,6 +91,9 @@ class Calls(Mode):
         self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
         self.autocast_on.update(autocast)
         try:
+            if isinstance(func, HigherOrderOperator) and (run := _uncompiled(func)) is not None:
+                with self:
+                    return run(*args, **kwargs)
             if func not in _originals.BACKWARD:
                 return func(*args, **kwargs)
             self.call = before  # a checkpoint computes functions again, which are to be seen
@@ -102,6 +107,25 @@ class Calls(Mode):
                 self.gradients.clear()
 
 
+def _uncompiled(func: HigherOrderOperator) -> Callable[..., Any] | None:
+    """The same of ops. torch compiles these functions also in eager mode: Dynamo makes inputs of
+    the tensors that their Python functions use, and else those get no gradient."""
+
+    def cond(condition: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
+        return (if_true if condition else if_false)(*operands)
+
+    def flex_attention(*args: Any, **kwargs: Any) -> Any:
+        kind, tensors = args[0].device.type, args[:3]
+        if torch.is_autocast_enabled(kind):
+            tensors = tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+        dense = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+        with torch.autocast(kind, enabled=False):
+            return dense(*tensors, *args[3:], **kwargs)
+
+    return {"cond": cond, "flex_attention": flex_attention}.get(func.name())
+
+
+_CALL_HIGHER_ORDER = HigherOrderOperator.__call__.__code__
 _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 
@@ -113,6 +137,8 @@ def _has_torch_function(args: Any) -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     if not modes or not all(isinstance(mode, Calls) for mode in modes):
         return _HAS_TORCH_FUNCTION(args)
+    if sys._getframe(1).f_code is _CALL_HIGHER_ORDER:
+        return True
     with contextlib.ExitStack() as stack:
         for _ in modes:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -137,18 +163,6 @@ class Provenance:
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and copies: names
         for name, p in params:
             self._params[p], self._weights[p] = None, name
-
-    def reason(self, value: Any) -> str:
-        """Of an argument of compiled code."""
-        return self._reasons.get(value, AS_MADE) if isinstance(value, torch.Tensor) else AS_MADE
-
-    def is_parameter(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value in self._params
-
-    def know(self, result: torch.Tensor, reason: str) -> None:
-        """Of compiled code."""
-        if reason != AS_MADE and result.is_floating_point():
-            self._reasons[result] = reason
 
     def decided(self, operands: list[torch.Tensor]) -> str:
         """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from . import casts, step_findings
 from .op import FORWARD, SHORT, Op, bits, joined
 
 if TYPE_CHECKING:
-    from .compiled import Compiled
     from .recorder import Recorder
     from .report import Audit
 
@@ -38,36 +36,15 @@ def collect(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> 
     return found
 
 
-def notes(model: nn.Module, compiled: Compiled) -> list[str]:
+def notes(model: nn.Module, recorder: Recorder) -> list[str]:
     """What is not seen of this model."""
-    kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    is_compiled = compiled.called or any(
-        isinstance(m, kind) or m._compiled_call_impl is not None for m in model.modules()
-    )
     found = []
-    if compiled.runs:
+    if recorder.has_compiled:
         found.append(
-            f"Compiled code was compiled again for the block, and ran {compiled.runs}x. Its ops "
-            "are those of its graphs: casts between fused ops may be left out."
+            "What torch.compile compiles ran uncompiled in the audit: rounding in the compiled "
+            "code can differ."
         )
-    elif is_compiled and not compiled.unread:
-        found.append("The model is compiled, and ran without that: compiled code may drop casts.")
-    for name, how in compiled.unread.items():
-        found.append(f"The graphs of backend {name} are not read: its code ran {how}.")
-    if compiled.hidden:
-        names = joined(sorted(compiled.hidden))
-        found.append(f"What {names} runs in compiled code is not read: its ops are missing.")
-    if compiled.missed:
-        said = f"{compiled.missed} compiled graphs were not seen: of their ops, those that are "
-        found.append(f"{said}kernels of the compiler are missing, and the others have no module.")
-    if compiled.has_unsized:
-        found.append("Sizes that depend on values are not in compiled code: they count as 0.")
-    if compiled.has_gradients:
-        found.append(
-            "Compiled code computes gradients of its own, as torch.func.grad does: their products "
-            "count as forward."
-        )
-    if compiled.is_older:
+    if recorder.has_compiled_backward:
         found.append(
             "Code compiled before the block ran a backward pass in it: only what it calls of torch "
             "was seen, and nothing of who decided."

@@ -15,7 +15,6 @@ from torch.nn import utils
 from ... import _originals
 from ...nn._region import Region
 from ...recipes import Recipe
-from .roots import key
 
 _REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -52,9 +51,10 @@ class Owners:
         forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
         unwrapped = (inspect.unwrap(f) for f in forwards if isinstance(f, FunctionType))
         codes = (f.__code__ for f in unwrapped if isinstance(f, FunctionType))
-        self._forwards = {key(code): code.co_varnames[0] for code in codes if code.co_argcount}
+        # By id: code that Dynamo makes may have no hash.
+        self._forwards = {id(code): code.co_varnames[0] for code in codes if code.co_argcount}
         self._paths: dict[tuple[str, str], str | None] = {}
-        self._watched: dict[int, str] = {}  # by id: code that Dynamo makes may have no hash
+        self._watched: dict[int, str] = {}
         self.called: dict[str, None] = {}  # in the order of the first calls
         self.regions: set[str] = set()
 
@@ -72,8 +72,8 @@ class Owners:
         line = ""
         while frame is not None and frame.f_code is not _ENGINE:
             code = frame.f_code
-            if code in _originals.CALLERS or key(code) in self._forwards:
-                argument = "self" if code in _originals.CALLERS else self._forwards[key(code)]
+            if code in _originals.CALLERS or id(code) in self._forwards:
+                argument = "self" if code in _originals.CALLERS else self._forwards[id(code)]
                 module = frame.f_locals.get(argument)
                 name = self._names.get(id(module))
                 if name is not None:
@@ -91,13 +91,6 @@ class Owners:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return self._model.parameters()
-
-    def name(self, module: int) -> str | None:
-        """Of the module with this id."""
-        return self._names.get(module)
-
-    def named(self, name: str) -> Owner:
-        return Owner(name, type(self._modules[name]).__name__, "")
 
     def module(self, owner: Owner) -> nn.Module | None:
         return None if owner.name is None else self._modules[owner.name]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,10 +23,11 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import OUTLIERS, Recipe
-from . import casts, compiled, dynamo, noise, ops, points
+from . import casts, noise, ops, points
 from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation, operand_formats
 from .owners import Owner, Owners
+from .patches import FORCE_EAGER, is_in_compiled
 from .shadow import Ran, Shadow
 from .sums import Sums
 from .updates import Updates
@@ -78,14 +80,18 @@ class _Gemm:
         self.formats = operand_formats(self.recipe, self.kind)
 
 
-class Recorder(dynamo.Asked):
+class Recorder(TorchDispatchMode):
     """A mode that notes each op that the module `ops` lists in `ops`.
 
     devices: the types of device of products; summed: of a parameter, the dtype of `grad` and how
     often a backward pass has added to it; cast_back: where tensors are cast to fewer bits and back
     at once, with both dtypes, how often; sums: where products of no parameter are added to a tensor
-    of 16 bits, its dtype and shape, of how many it is the sum.
+    of 16 bits, its dtype and shape, of how many it is the sum; has_compiled: whether functions that
+    torch.compile has returned were called; has_compiled_backward: whether code that was compiled
+    for a forward pass before the block ran its backward pass.
     """
+
+    supports_higher_order_operators = True  # that their error is ours
 
     def __init__(
         self,
@@ -115,11 +121,7 @@ class Recorder(dynamo.Asked):
         self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
         self._gemm: _Gemm | None = None
         self._stepping = False
-        self.compiled = compiled.Compiled(self)
-        # A shadow follows ops one by one.
-        self._reads_compiled = shadow is None and dynamo.is_supported()
-        if self._reads_compiled:  # torch asks the object; else what is compiled runs uncompiled
-            self.ignore_compile_internals = lambda: True  # type: ignore[method-assign]
+        self.has_compiled = self.has_compiled_backward = False
 
     @property
     def called(self) -> list[str]:
@@ -185,8 +187,7 @@ class Recorder(dynamo.Asked):
                     self._zeroed[p.grad] = None
             _observed.listeners.append(self._product)
             stack.callback(_observed.listeners.remove, self._product)
-            if self._reads_compiled:
-                stack.enter_context(self.compiled.watching())
+            stack.enter_context(FORCE_EAGER.held())
             stack.enter_context(self)
             stack.enter_context(self._calls)
             stack.enter_context(casts.NOT_ASKED.held())
@@ -201,6 +202,11 @@ class Recorder(dynamo.Asked):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(
+                f"audit: torch runs {func.name()} only compiled, and in an audit nothing is: leave "
+                "it out of the block"
+            )
         listed = ops.listed(func)
         if listed is None and torch.is_inference_mode_enabled() and ops.is_composite(func):
             if self._calls.call.autocast:
@@ -210,6 +216,7 @@ class Recorder(dynamo.Asked):
                 )
             with self:  # elsewhere it has arrived as its parts
                 return func.decompose(*args, **kwargs)
+        self.has_compiled = self.has_compiled or is_in_compiled()
         place = self._place()
         shadow = None if place.phase == STEP else self._shadow
         if shadow is not None:
@@ -231,7 +238,7 @@ class Recorder(dynamo.Asked):
         if listed is not None:
             if place.phase == BACKWARD and place.origin is None:
                 name = torch._C._current_autograd_node().name()
-                self.compiled.is_older |= name == "CompiledFunctionBackward"
+                self.has_compiled_backward |= name == "CompiledFunctionBackward"
             lost = {} if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
             decided = self._record(func, listed, place, given, result, lost, ran)
@@ -267,19 +274,6 @@ class Recorder(dynamo.Asked):
         if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
             key = owner.where, short(outputs[0].dtype), tuple(outputs[0].shape)
             self.sums[key] = max(times, self.sums[key])
-
-    def callback(self, given: Any) -> Any:
-        return self.compiled.callback(given)
-
-    def phase_of_graph(self, is_backward: bool) -> tuple[int, str]:
-        """Of compiled code that is about to run, with the number of its node of autograd."""
-        node = torch._C._current_autograd_node()
-        number = _get_sequence_nr() - 1
-        if is_backward and node is not None:
-            self.has_backward, number = True, node._sequence_nr()
-        if self._stepping:
-            return number, STEP
-        return number, BACKWARD if is_backward else FORWARD if node is None else AGAIN
 
     def source(self, owner: Owner, recipe: Recipe) -> str:
         """Where the recipe of a product is from."""

@@ -59,10 +59,11 @@ class Audit:
         if self._stack is not None:
             raise RuntimeError("audit: a block that has begun cannot be entered again")
         self._recorder = Recorder(self._model, self._optimizer, self._scaler, self._shadow)
-        self._stack = contextlib.ExitStack()
+        stack = contextlib.ExitStack()
         # Inside of a region of torch.autocast: what it has cast before has no known origin.
         torch.clear_autocast_cache()
-        self._stack.enter_context(self._recorder.recording())
+        stack.enter_context(self._recorder.recording())
+        self._stack = stack
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -73,7 +74,7 @@ class Audit:
             key=lambda op: -op.flops,
         )
         self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
-        self.notes = findings.notes(self._model, self._recorder.compiled)
+        self.notes = findings.notes(self._model, self._recorder)
         if self._recorder.pools:
             self.notes.append(
                 "max_pool1d of what needs no gradient has other strides in an audit: a dropout "
@@ -241,9 +242,9 @@ def audit(
 
     A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
-    Compiled models (inductor, aot_eager) are compiled again for the block, and their ops are those
-    of the graphs that run. Kernels of other libraries and NumPy are not visible. Until the block
-    ends, this thread's ops run under a dispatch mode and a function mode of torch.
+    Compiled models run uncompiled until the block ends, in all threads: see
+    `torch.compiler.set_stance`. Kernels of other libraries and NumPy are not visible. Until the
+    block ends, this thread's ops run under a dispatch mode and a function mode of torch.
 
     ValueError if the loss is not one number; TypeError for arguments that do not belong together;
     RuntimeError for torch.inference_mode inside of torch.autocast.
