@@ -22,7 +22,7 @@ from needs import needs
 
 import mixprec
 from mixprec.bench.environment import environment
-from mixprec.diagnostics.audit import rules
+from mixprec.diagnostics.audit import reference
 from mixprec.diagnostics.audit.ops import arguments
 from mixprec.diagnostics.audit.shadow import Shadow
 
@@ -31,7 +31,7 @@ RECIPES = ("torch.autocast", "bf16", "fp8", "fp8-rowwise", "mxfp8", "nvfp4")
 ERRORS = ("noise", "lost tail of K", "transposed scale", "wrong cast")
 PRODUCTS = ("y", "grad_input", "grad_weight")
 TEXT, IMAGE = "text", "image"
-# None of these has set the constants of mixprec/diagnostics/audit/diff.py.
+# None of these has set the constants of mixprec/diagnostics/audit/trace.py.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2ForCausalLM": (TEXT, {"num_key_value_heads": 2}),
     "Olmo2ForCausalLM": (TEXT, {}),
@@ -72,9 +72,10 @@ class Wrong(Shadow):
     def __init__(self, model: torch.nn.Module, at: int, size: float, error: str) -> None:
         super().__init__(model.parameters())
         self.at, self.size, self.error = at, size, error
+        self.points: list[Any] = []  # of the audit, so far
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any, listed: Any) -> Any:
-        is_here = listed is not None and len(self.trace.points) == self.at
+        is_here = listed is not None and len(self.points) == self.at
         if is_here and listed.kind == "product" and isinstance(result, torch.Tensor):
             off = self.direction(func, args, kwargs, listed, result)
             wide = result.float()
@@ -87,7 +88,8 @@ class Wrong(Shadow):
         given = arguments(func, args, kwargs)
         ours = func.namespace == "mixprec"
         a, b = (
-            rules.decoded(given, name) if ours else given[name].float() for name in listed.operands
+            reference.decoded(given, name) if ours else given[name].float()
+            for name in listed.operands
         )
         if self.error == "lost tail of K":
             k = a.shape[-1]
@@ -110,6 +112,8 @@ def audited(model: Any, batch: Any, recipe: str, shadow: Shadow | None = None) -
     region = torch.autocast("cpu", torch.bfloat16) if is_autocast else nullcontext()
     torch.manual_seed(1)
     with audit:
+        if isinstance(shadow, Wrong):
+            shadow.points = audit._recorder.trace.points
         with region:
             loss = model(**batch).loss
         loss.backward()

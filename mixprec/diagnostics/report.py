@@ -30,7 +30,7 @@ class Row:
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
     is the recipe's formats, expected_in[module][kind] those of a plan. data: one CRC-32 per step of
     the batches so far. sqnr: measured by compare(sqnr=True), by layer, see
-    `mixprec.diagnostics.audit.layers.model_sqnr`. reseeded: it is fp32 again, from another seed,
+    `mixprec.diagnostics.audit.report.model_sqnr`. reseeded: it is fp32 again, from another seed,
     which shows what chance changes.
     """
 

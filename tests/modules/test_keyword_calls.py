@@ -11,7 +11,7 @@ from layer_cases import Own
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.audit.layers import model_sqnr
+from mixprec.diagnostics.audit.report import model_sqnr
 from mixprec.diagnostics.stats import Monitor
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 
 import mixprec
-from mixprec.diagnostics.audit.layers import model_sqnr
+from mixprec.diagnostics.audit.report import model_sqnr
 from mixprec.diagnostics.stats import Monitor
 from mixprec.functional import attention, linear, mlp, norm_linear, rotary
 from mixprec.functional._derivatives import apply

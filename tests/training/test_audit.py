@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.audit import page
-from mixprec.diagnostics.audit.op import accumulation, bits, readable
+from mixprec.diagnostics.audit import render
+from mixprec.diagnostics.audit.records import accumulation, bits, readable
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 9 * 8).view(2, 3, 9, 8)
@@ -562,7 +562,7 @@ def test_the_kernels_are_those_without_audit(i: int) -> None:
     with in_autocast(), mixprec.audit(model) as audit:
         model(*batch[: 1 if i == 1 else 3])  # nested tensors and autocast raise in torch
     assert {op.precision for op in audit.ops if op.flops and op.kind != "rnn"} <= {"bf16"}
-    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.casts"
+    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.provenance"
 
 
 def test_inference_mode_with_autocast_is_refused() -> None:
@@ -656,12 +656,12 @@ def test_the_page(tmp_path: Path) -> None:
     shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
     assert len(shown) == len(audit.ops)
     assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
-    root = page.tree(audit.ops, model)
+    root = render.tree(audit.ops, model)
     assert root.children["model"].children["a<b"].total == sum(
         op.flops for op in audit.ops if op.module is not None
     )
     assert "http" not in text.replace("http://www.w3.org", "")
-    assert [page.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
+    assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
         "#d94801", "#238b45", "#74c476", "#969696",
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from ...nn.conv1d import Conv1D
 from ...nn.kinds import layer_for
 from ...nn.linear import Linear
 from ...recipes import GEMMS, Recipe
-from ..audit.what_if import cast
+from ..audit.noise import cast
 from ..stats.layers import as_operand
 
 
