@@ -24,7 +24,8 @@ def errors(content: dict[str, Any]) -> str:
     return (
         f"{markdown(header, body)}\n\n{models} models of transformers, in "
         f"{len({row['recipe'] for row in rows})} precisions. Of {clean['pairs']} pairs without an "
-        f"error {len(clean['alarms'])} were said to part. {pages.machine(content['environment'])}"
+        f"error {len(clean['alarms'])} were said to diverge. "
+        f"{pages.machine(content['environment'])}"
     )
 
 

@@ -1,4 +1,4 @@
-"""audit: owners, formats, FLOPs and who decided, against what is known of small models."""
+"""audit: owners, formats, FLOPs and what set dtypes, against what is known of small models."""
 
 from __future__ import annotations
 
@@ -217,11 +217,13 @@ def test_who_decided() -> None:
         with torch.autocast("cpu", **region) if region else torch.enable_grad():
             return {row[1:] for row in products(mixprec.audit(model, x, loss=square))}
 
-    assert of(mlp()) == {(phase, "fp32", "as made") for phase in every}
+    assert of(mlp()) == {(phase, "fp32", "tensor dtype") for phase in every}
     low = {"dtype": torch.bfloat16}
     assert of(mlp(), **low) == {(phase, "bf16", "torch.autocast") for phase in every}
-    assert of(mlp(), enabled=False) == {(phase, "fp32", "as made") for phase in every}
-    assert of(mlp().bfloat16(), X.bfloat16()) == {(phase, "bf16", "as made") for phase in every}
+    assert of(mlp(), enabled=False) == {(phase, "fp32", "tensor dtype") for phase in every}
+    assert of(mlp().bfloat16(), X.bfloat16()) == {
+        (phase, "bf16", "tensor dtype") for phase in every
+    }
     assert of(cast_in_the_model(), X.bfloat16()) == {(phase, "fp32", "cast") for phase in every}
     for recipe in ("bf16", "fp8", "mxfp4"):
         model = mixprec.convert(nn.Linear(32, 32, bias=False), recipe)
@@ -362,7 +364,7 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
     ),
     "autocast off in a part": (
         lambda: step(Part(False)),
-        r"second \(Linear\): fp32, decided by: as made; 60.0% of the FLOPs",
+        r"second \(Linear\): fp32, set by: tensor dtype; 60.0% of the FLOPs",
         lambda: step(Part(True)),
     ),
     "a disabled GradScaler": (
@@ -497,7 +499,7 @@ def test_the_text_and_the_file(tmp_path: Path) -> None:
     audit = mixprec.audit(model, {"input": X}, loss=square)
     text = str(audit)
     assert text.splitlines()[0] == f"- {audit.findings[0]}"
-    assert "60.0% fp32, 40.0% fp8. Decided by: 60.0% as made, 40.0% recipe fp8" in text
+    assert "60.0% fp32, 40.0% fp8. Set by: 60.0% tensor dtype, 40.0% recipe fp8" in text
     rows = [line.split() for line in audit.table().splitlines()[2:]]
     assert [row[0] for row in rows] == ["2", "0"]
     assert audit.table(most=1).endswith("and 1 more")

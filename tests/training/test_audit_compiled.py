@@ -292,7 +292,7 @@ def test_passes_that_begin_or_end_outside_of_the_block() -> None:
         later = compiled(X)
     assert any("compiled before the block ran a backward pass" in note for note in audit.notes)
     found = {(op.phase, op.decided) for op in audit.ops if op.kind != "reduction"}
-    assert found == {("backward", "unknown"), ("forward", "as made")}
+    assert found == {("backward", "unknown"), ("forward", "tensor dtype")}
     want = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     square(later).backward()

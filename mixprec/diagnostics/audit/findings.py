@@ -60,7 +60,7 @@ def notes(model: nn.Module, recorder: Recorder) -> list[str]:
     if recorder.has_compiled_backward:
         sentences.append(
             "Code compiled before the block ran a backward pass in it: only what it calls of torch "
-            "was seen, and nothing of who decided."
+            "was seen, and not what set its dtypes."
         )
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         sentences.append(
@@ -201,7 +201,7 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
                 others[op.where, op.weight, op.precision].append(op)
     for (where, weight, precision), ops in others.items():
         if (flops := sum(op.flops for op in ops)) >= _WORTH_SAYING * total:
-            reason = f"decided by: {ops[0].decided}"
+            reason = f"set by: {ops[0].decided}"
             if has_recipes and ops[0].decided != provenance.CAST:
                 reason = (
                     "which mixprec.convert does not reach: call an nn.Linear with this weight, or "
@@ -221,7 +221,7 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
         elif has_recipes and not isinstance(layer, Layer):
             reason = "because mixprec.convert has left it out"
         else:
-            reason = f"decided by: {ops[0].decided}"
+            reason = f"set by: {ops[0].decided}"
         group = groups[type(layer).__name__, ops[0].precision, reason]
         group[name or type(model).__name__] = sum(op.flops for op in ops)
     for (kind, precision, reason), names in groups.items():

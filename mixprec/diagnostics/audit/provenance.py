@@ -27,7 +27,7 @@ _REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _LIBRARIES = tuple(f"{name}." for name in ("torch", "mixprec", "contextlib"))
 _POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
-AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of them
+TENSOR_DTYPE = "tensor dtype"  # the dtype of parameters, inputs and what is computed of them
 AUTOCAST = "torch.autocast"
 CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
 TORCH = "torch"  # inside of one of its functions
@@ -253,7 +253,7 @@ NOT_ASKED = Patch(
 
 
 class Provenance:
-    """The reason for the dtype of each tensor that ops return, if it is not `AS_MADE`."""
+    """The reason for the dtype of each tensor that ops return, if it is not `TENSOR_DTYPE`."""
 
     def __init__(self, calls: Calls, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._calls = calls
@@ -270,7 +270,7 @@ class Provenance:
         if any(self._reasons.get(t) == AUTOCAST for t in operands):
             return AUTOCAST
         if any(t in self._params for t in operands):
-            return AS_MADE
+            return TENSOR_DTYPE
         return self._largest_reason(operands)
 
     def weight(self, value: Any) -> str:
@@ -282,7 +282,7 @@ class Provenance:
 
     def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        return AS_MADE if largest is None else self._reasons.get(largest, AS_MADE)
+        return TENSOR_DTYPE if largest is None else self._reasons.get(largest, TENSOR_DTYPE)
 
     def note(
         self,
@@ -313,7 +313,7 @@ class Provenance:
                 self._weights[t] = name
         if reason is None:
             reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
-        if reason != AS_MADE:
+        if reason != TENSOR_DTYPE:
             for t in outputs:
                 if t.is_floating_point():
                     self._reasons[t] = reason

@@ -33,7 +33,7 @@ from .trace import Trace, record
 
 @dataclass
 class _Origin:
-    """Of an autograd node: who ran the forward op, who decided its dtypes, and its weight."""
+    """Of an autograd node: who ran the forward op, what set its dtypes, and its weight."""
 
     owner: Owner
     decided: str | None = None
@@ -61,7 +61,7 @@ class _Gemm:
 
     def result_decided_by(self, result: torch.Tensor) -> str:
         has_autocast = result.dtype == self.autocast.get(result.device.type)
-        return provenance.AUTOCAST if has_autocast else provenance.AS_MADE
+        return provenance.AUTOCAST if has_autocast else provenance.TENSOR_DTYPE
 
     def __post_init__(self) -> None:
         self.formats = operand_formats(self.recipe, self.kind)
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
         lost: dict[str, Lost],
         ran: Ran | None,
     ) -> str:
-        """Returns who decided the dtype of the result."""
+        """Returns what set the dtype of the result."""
         operands = [t for name in listed.operands for t in _tensors(args[name])]
         formats = tuple(short(t.dtype) for t in operands)
         owner, gemm, result_decided = place.owner, None, None

@@ -202,11 +202,11 @@ class Op:
     or "optimizer"; op: torch's name; shapes and formats: of the operands; accumulation: in what is
     summed; result: its dtype; calls, flops, and bytes of operands and results: of all calls.
 
-    decided: who chose the operands' formats: "recipe fp8", "override bf16" (of convert),
+    decided: what set the operands' formats: "recipe fp8", "override bf16" (of convert),
     "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
     of one of its functions), "mixprec" (inside of one of its functions that has no recipe),
-    "as made" (of parameters and inputs) or "unknown". weight: of a product of torch, the name of
-    the parameter that is an operand, as it is, cast or transposed; "" for none.
+    "tensor dtype" (of parameters and inputs) or "unknown". weight: of a product of torch, the name
+    of the parameter that is an operand, as it is, cast or transposed; "" for none.
 
     lost: with sqnr=True, if the op or its operands are rounded, by what it computes: "y",
     "grad_input" and "grad_weight" of a layer, or "result"; see `Lost`.

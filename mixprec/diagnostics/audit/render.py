@@ -35,7 +35,7 @@ _NARROW = {8: "#238b45", 6: "#41ab5d", 4: "#74c476"}
 
 
 def summary(ops: Iterable[Op]) -> str:
-    """The shares of precisions, and of who decided them."""
+    """The shares of precisions, and of what set them."""
     ops = list(ops)
     precisions = flops_by(lambda op: op.precision, ops)
     total = sum(precisions.values())
@@ -47,13 +47,13 @@ def summary(ops: Iterable[Op]) -> str:
     ]
     again = sum(op.flops for op in ops if op.phase == AGAIN)
     more = f", {again / total:.1%} computed again in backward" if again else ""
-    return f"{readable(total)}FLOP{more}: {parts[0]}. Decided by: {parts[1]}"
+    return f"{readable(total)}FLOP{more}: {parts[0]}. Set by: {parts[1]}"
 
 
 def table(ops: Iterable[Op], most: int) -> str:
     """A line for each module, or line of the program, and kind of op, the one with most FLOPs
     first."""
-    lines = [["module", "op", "forward", "backward", "sum", "decided by", "FLOP", "again"]]
+    lines = [["module", "op", "forward", "backward", "sum", "set by", "FLOP", "again"]]
     groups: dict[tuple[str, str], list[Op]] = {}
     for op in ops:
         if op.kind in PRODUCTS:

@@ -1,4 +1,4 @@
-"""audit: which precision each product of a training step really had, and who decided it."""
+"""audit: which precision each product of a training step really had, and what set it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Audit:
 
     @property
     def decided(self) -> dict[str, int]:
-        """FLOPs by who decided, as `flops`."""
+        """FLOPs by what set the formats, as `flops`."""
         return flops_by(lambda op: op.decided, self.ops)
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Audit:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """The shares of precisions, and of who decided them."""
+        """The shares of precisions, and of what set them."""
         return render.summary(self.ops)
 
     def table(self, most: int = 40) -> str:
@@ -124,7 +124,7 @@ class Audit:
         return render.sqnr_table(self.ops, most)
 
     def diff(self, other: Audit | str | os.PathLike[str]) -> Diff:
-        """Find where this step and another one part by more than rounding explains: of two
+        """Find where this step and another one diverge by more than rounding explains: of two
         precisions, two versions of a program, before and after convert. Both with sqnr=True.
 
         other: an Audit, or the path of a file that `save` has written. ValueError if they have no
@@ -190,7 +190,7 @@ def audit(
     what_if: Iterable[Recipe | str] | Recipe | str = (),
 ) -> Audit:
     """Find which precision each matrix product, convolution, attention, RNN and reduction of
-    `model` really has, forward and backward, and who decided it.
+    `model` really has, forward and backward, and what set it.
 
         with mixprec.audit(model, optimizer=optimizer, scaler=scaler) as a:
             train_step()                        # your own: autocast, scaler, micro-batches
@@ -281,7 +281,7 @@ def bisect(
     loss: Callable[[Any], torch.Tensor] | None = None,
     perturb: bool = False,
 ) -> Diff:
-    """Find where two models part that should compute the same: before and after mixprec.convert,
+    """Find where two models diverge that should compute the same: before and after mixprec.convert,
     in FP32 and in bf16, of two versions of a program.
 
         print(mixprec.bisect(model, mixprec.convert(copy.deepcopy(model), "fp8"), tokens))

@@ -1,4 +1,4 @@
-"""What a step in FP32 has at each op, in a few numbers, and where two steps part.
+"""What a step in FP32 has at each op, in a few numbers, and where two steps diverge.
 
 A sketch of n elements is R [4, n / 127] @ x [n / 127, 127], R of random signs: the squared distance
 of two sketches, over 4, estimates that of the tensors (Alon, Matias and Szegedy, 1996).
@@ -25,9 +25,9 @@ from .shadow import Ran, Shadow
 _DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a column of this one
 _BIASES = {torch.ops.aten.addmm: "self"}
 _WORDS = {"x": "input", "w": "weight", "g": "gradient"}
-# Steps in FP32 that compute the same part by less than this, or by less than so many times what
-# they have parted by before, or what the rounding of weights has. Those of 12 families of models
-# part by 2e-6, random programs by 4e-5, where the gradients of attention cancel; and from weights
+# Steps in FP32 that compute the same differ by less than this, or by less than so many times what
+# they differ by before, or what the rounding of weights has. Those of 12 families of models
+# differ by 2e-6, random programs by 4e-5, where the gradients of attention cancel; and from weights
 # in bf16, which change the sign of some inputs of a ReLU, by 17 times more than before.
 _SAME = 1e-4
 _GROWS = 30.0
@@ -188,7 +188,7 @@ def _wrong(lost: Lost) -> tuple[float, str]:
 
 @dataclass
 class Place:
-    """An op that both steps have, and by how much their operands and results are apart, each in
+    """An op that both steps have, and by how much their operands and results differ, each in
     FP32, as a part of their norm; beyond: the errors of the op itself, in the one step and in the
     other, as multiples of what rounding explains."""
 
@@ -207,7 +207,7 @@ class Place:
 class Diff:
     """What `Audit.diff` found. str() is `said` and a table of the places around `first`.
 
-    first: the Place where the two steps part, or None; said: a sentence; places: all that both
+    first: the Place where the two steps diverge, or None; said: a sentence; places: all that both
     have, in the order of the first; missing: ops that only one of them has.
     """
 
@@ -227,7 +227,7 @@ class Diff:
             raise ValueError(f"diff: the two steps have no op in common: {missing}")
         self.places: list[Place] = []
         self.first: Place | None = None
-        self.said = "they part nowhere by more than rounding explains"
+        self.said = "the steps diverge nowhere by more than rounding explains"
         usual = _SAME / _GROWS
         for one, other in common:
             place = _place(one, other)
@@ -246,7 +246,7 @@ class Diff:
         return f"{self.said}\n\n{self.table()}"
 
     def amplifiers(self, most: int = 5) -> list[tuple[Place, float]]:
-        """The places whose results are further apart than their operands, in relative terms, with
+        """The places whose results differ more than their operands, in relative terms, with
         the factor, the largest first; at most `most` of them."""
         factors = []
         for place in self.places:
@@ -259,7 +259,7 @@ class Diff:
         """The places around the first one, or all."""
         start = 0 if around is None else max(self._at - around, 0)
         stop = None if around is None else self._at + around + 1
-        lines = [["", "module", "op", "phase", "inputs apart", "results apart", "a", "b"]]
+        lines = [["", "module", "op", "phase", "input difference", "result difference", "a", "b"]]
         for i, place in enumerate(self.places[start:stop], start):
             is_first = self.first is not None and i == self._at
             worst = max(place.inputs.values(), default=0.0)
@@ -281,15 +281,18 @@ def _place(a: Point, b: Point) -> Place:
 
 
 def _said(place: Place, a: Point, b: Point, least: float) -> str:
-    """Why two steps part at a place; empty if they do not."""
+    """Why two steps diverge at a place; empty if they do not."""
     if place.result > least:
         role = max(place.inputs, key=lambda role: place.inputs[role])
         if place.inputs[role] > least:
-            return f"{place}: they part before it: its {role} differs by {place.inputs[role]:.2%}"
+            share = f"{place.inputs[role]:.2%}"
+            return f"{place}: the steps diverge upstream: its {role} differs by {share}"
         # Where the terms of a sum cancel, a small difference of operands is a large one of results.
         if place.result > _GROWS * place.inputs[role] * _condition(a):
-            apart = f"{place.result:.2%}"
-            return f"{place}: they part here: of equal operands its result differs by {apart}"
+            share = f"{place.result:.2%}"
+            return (
+                f"{place}: the steps diverge here: of equal operands its result differs by {share}"
+            )
     for name, point in (("first", a), ("second", b)):
         if point.beyond > SUSPECT:
             wrong = f"{point.wrong} is off by {point.beyond:.3g} times what rounding explains"
