@@ -237,8 +237,9 @@ def _has_torch_function(args: Any) -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     if not modes or not all(isinstance(mode, Calls) for mode in modes):
         return _HAS_TORCH_FUNCTION(args)
-    if sys._getframe(1).f_code is _CALL_HIGHER_ORDER:
-        return True
+    caller = sys._getframe(1)  # these functions run no code that asks for a fast path
+    if caller.f_code is _CALL_HIGHER_ORDER and _uncompiled(caller.f_locals["self"]) is not None:
+        return torch._C._is_torch_function_mode_enabled()
     with contextlib.ExitStack() as stack:
         for _ in modes:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
