@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .amp.grad_scaler import GradScaler
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
-    from .diagnostics.audit.diff import Diff, bisect
-    from .diagnostics.audit.report import Audit, audit
+    from .diagnostics.audit.report import Audit, audit, bisect
+    from .diagnostics.audit.trace import Diff
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
     from .diagnostics.outliers import choose_outliers
@@ -104,7 +104,7 @@ _MODULES = (
 )
 _DEFINED_IN = {
     "Audit": "diagnostics.audit.report",
-    "Diff": "diagnostics.audit.diff",
+    "Diff": "diagnostics.audit.trace",
     "GradScaler": "amp.grad_scaler",
     "MemoryReport": "diagnostics.memory_report",
     "Plan": "diagnostics.plan.plan",
@@ -112,7 +112,7 @@ _DEFINED_IN = {
     "Report": "diagnostics.report",
     "audit": "diagnostics.audit.report",
     "autocast": "nn.autocast",
-    "bisect": "diagnostics.audit.diff",
+    "bisect": "diagnostics.audit.report",
     "cast_parameters": "nn.cast",
     "choose_outliers": "diagnostics.outliers",
     "compare": "diagnostics.compare",

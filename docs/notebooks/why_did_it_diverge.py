@@ -90,7 +90,7 @@ print(*audit.findings, sep="\n")
 # %% [markdown]
 # The third block, its second layer: a few of its inputs exceed 65,504, the largest number of
 # FP16, and one is enough. `bisect` says the same from the other side: it runs the model in FP32
-# and in FP16 on one batch and names the first op where they part by more than the formats
+# and in FP16 on one batch and names the first op where they diverge by more than the formats
 # explain.
 
 # %%

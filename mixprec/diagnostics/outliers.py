@@ -16,7 +16,7 @@ from ..nn._layer import Layer
 from ..nn.autocast import autocast
 from ..ops._dispatch import autocast as torch_autocast
 from ..ops._dispatch import checks
-from .audit.what_if import cast
+from .audit.noise import cast
 from .batches import call
 from .stats.layers import as_operand
 from .unchanged import as_before

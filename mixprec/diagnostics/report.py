@@ -30,7 +30,7 @@ class Row:
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
     is the recipe's formats, expected_in[module][kind] those of a plan. data: one CRC-32 per step of
     the batches so far. sqnr: measured by compare(sqnr=True), by layer, see
-    `mixprec.diagnostics.audit.layers.model_sqnr`. reseeded: it is fp32 again, from another seed,
+    `mixprec.diagnostics.audit.report.model_sqnr`. reseeded: it is fp32 again, from another seed,
     which shows what chance changes.
     """
 
@@ -163,7 +163,7 @@ class Report:
         recipe, overrides=report.suggest_overrides())`.
 
         Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB
-        (`stats.products.BARS`). "fp8-rowwise" is suggested where it reaches both, measured on the
+        (`stats.suggest.BARS`). "fp8-rowwise" is suggested where it reaches both, measured on the
         same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons` contain
         the measurements, and str() lists them. recipe: the row to use; None is the first measured
         FP8 one, else the first measured one. ValueError if nothing was measured (use

@@ -17,7 +17,7 @@ from torch import nn
 from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
-from .audit.layers import model_sqnr
+from .audit.report import model_sqnr
 from .batches import call, map_tensors, scalar_loss, tensors
 from .memory_report import recorder
 from .outliers import choose_outliers

@@ -115,13 +115,13 @@ NOT_COUNTED = {  # by torch.utils.flop_counter
     *("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_grouped_mm"),
 }
 WAYS = {
-    "fp32": ("fp32", "as made"),
+    "fp32": ("fp32", "tensor dtype"),
     "torch.autocast": ("bf16", "torch.autocast"),
-    "bf16 model": ("bf16", "as made"),
+    "bf16 model": ("bf16", "tensor dtype"),
     "bf16": ("bf16", "recipe bf16"),
     "bf16 fused": ("bf16", "recipe bf16"),
     "fp8": ("fp8", "recipe fp8"),
-    "checkpointed": ("fp32", "as made"),
+    "checkpointed": ("fp32", "tensor dtype"),
 }
 
 

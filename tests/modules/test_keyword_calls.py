@@ -11,7 +11,6 @@ from layer_cases import Own
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.audit.layers import model_sqnr
 from mixprec.diagnostics.stats import Monitor
 
 
@@ -77,8 +76,10 @@ class Net(nn.Module):
 
 def test_what_measures_layers_sees_calls_by_keyword() -> None:
     net, x = mixprec.convert(Net(), "fp8", overrides={"last": None}), torch.randn(8, 16)
-    found = model_sqnr(net, lambda: net(x).backward())
-    assert {"y", "grad_weight"} <= found["first"].keys()
+    with mixprec.audit(net, sqnr=True) as audit:
+        net(x).backward()
+    found = {name for op in audit.ops if op.module == "first" for name in op.lost}
+    assert {"y", "grad_weight"} <= found
     with Monitor(net, every=1) as monitor:
         net(x).backward()
         monitor.step()

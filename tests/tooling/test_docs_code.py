@@ -45,8 +45,8 @@ PRINTED = {
     "docs/recipes.md": (r" 4\.5\d\d ", r"the whole model: .* \(1[45]%\), nvfp4"),
     "docs/audit.md": (
         r"- 2 \(Linear\): fp32, because mixprec.convert has left it out; 83.5% of the FLOPs",
-        r"2       product     fp32      fp32  fp32     as made  12.6 M      -",
-        r"3       product      fp8       fp8  fp32  recipe fp8   393 k      -",
+        r"2       product     fp32      fp32  fp32  tensor dtype  12.6 M      -",
+        r"3       product      fp8       fp8  fp32    recipe fp8   393 k      -",
     ),
     "docs/memory.md": (r"plain +int8\n-+\nparameters +2\.1\d MB",),
     "docs/optimizers.md": (r"2\.bias: 1 Inf among 8",),
@@ -54,7 +54,7 @@ PRINTED = {
     "docs/troubleshooting.md": (
         r"- 0: 50\.5% of the inputs overflow in fp16",
         r"True 32768\.0\n0\.weight: 16,384 NaN among 16,384",
-        "they part nowhere by more than rounding explains",
+        "the steps diverge nowhere by more than rounding explains",
         r"100\.0% recipe fp16",
     ),
 }

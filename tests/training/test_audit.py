@@ -1,4 +1,4 @@
-"""audit: owners, formats, FLOPs and who decided, against what is known of small models."""
+"""audit: owners, formats, FLOPs and what set dtypes, against what is known of small models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.audit import page
-from mixprec.diagnostics.audit.op import accumulation, bits, readable
+from mixprec.diagnostics.audit import render
+from mixprec.diagnostics.audit.records import accumulation, bits, readable
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 9 * 8).view(2, 3, 9, 8)
@@ -217,11 +217,13 @@ def test_who_decided() -> None:
         with torch.autocast("cpu", **region) if region else torch.enable_grad():
             return {row[1:] for row in products(mixprec.audit(model, x, loss=square))}
 
-    assert of(mlp()) == {(phase, "fp32", "as made") for phase in every}
+    assert of(mlp()) == {(phase, "fp32", "tensor dtype") for phase in every}
     low = {"dtype": torch.bfloat16}
     assert of(mlp(), **low) == {(phase, "bf16", "torch.autocast") for phase in every}
-    assert of(mlp(), enabled=False) == {(phase, "fp32", "as made") for phase in every}
-    assert of(mlp().bfloat16(), X.bfloat16()) == {(phase, "bf16", "as made") for phase in every}
+    assert of(mlp(), enabled=False) == {(phase, "fp32", "tensor dtype") for phase in every}
+    assert of(mlp().bfloat16(), X.bfloat16()) == {
+        (phase, "bf16", "tensor dtype") for phase in every
+    }
     assert of(cast_in_the_model(), X.bfloat16()) == {(phase, "fp32", "cast") for phase in every}
     for recipe in ("bf16", "fp8", "mxfp4"):
         model = mixprec.convert(nn.Linear(32, 32, bias=False), recipe)
@@ -362,7 +364,7 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
     ),
     "autocast off in a part": (
         lambda: step(Part(False)),
-        r"second \(Linear\): fp32, decided by: as made; 60.0% of the FLOPs",
+        r"second \(Linear\): fp32, set by: tensor dtype; 60.0% of the FLOPs",
         lambda: step(Part(True)),
     ),
     "a disabled GradScaler": (
@@ -497,7 +499,7 @@ def test_the_text_and_the_file(tmp_path: Path) -> None:
     audit = mixprec.audit(model, {"input": X}, loss=square)
     text = str(audit)
     assert text.splitlines()[0] == f"- {audit.findings[0]}"
-    assert "60.0% fp32, 40.0% fp8. Decided by: 60.0% as made, 40.0% recipe fp8" in text
+    assert "60.0% fp32, 40.0% fp8. Set by: 60.0% tensor dtype, 40.0% recipe fp8" in text
     rows = [line.split() for line in audit.table().splitlines()[2:]]
     assert [row[0] for row in rows] == ["2", "0"]
     assert audit.table(most=1).endswith("and 1 more")
@@ -562,7 +564,7 @@ def test_the_kernels_are_those_without_audit(i: int) -> None:
     with in_autocast(), mixprec.audit(model) as audit:
         model(*batch[: 1 if i == 1 else 3])  # nested tensors and autocast raise in torch
     assert {op.precision for op in audit.ops if op.flops and op.kind != "rnn"} <= {"bf16"}
-    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.casts"
+    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.provenance"
 
 
 def test_inference_mode_with_autocast_is_refused() -> None:
@@ -637,7 +639,7 @@ def test_a_compiled_model_says_so() -> None:
     assert sum(scripted.flops.values()) > 0
     assert mixprec.audit(model, X, loss=square).notes == []
     audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
-    assert audit.notes == ["The graphs of backend eager are not read: its code ran uncompiled."]
+    assert [note[:45] for note in audit.notes] == ["What torch.compile compiles ran uncompiled in"]
     assert audit.notes[0] in str(audit)
     assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
 
@@ -656,12 +658,12 @@ def test_the_page(tmp_path: Path) -> None:
     shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
     assert len(shown) == len(audit.ops)
     assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
-    root = page.tree(audit.ops, model)
+    root = render.tree(audit.ops, model)
     assert root.children["model"].children["a<b"].total == sum(
         op.flops for op in audit.ops if op.module is not None
     )
     assert "http" not in text.replace("http://www.w3.org", "")
-    assert [page.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
+    assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
         "#d94801", "#238b45", "#74c476", "#969696",
     ]  # fmt: skip
 

@@ -124,7 +124,7 @@ def audited(way: str, m: Model) -> mixprec.Audit:
 def test_rounding_is_no_difference(way: str) -> None:
     diff = audited("fp32", model()).diff(audited(way, prepared(way, model())))
     assert diff.first is None, str(diff)
-    assert "they part nowhere" in str(diff)
+    assert "the steps diverge nowhere" in str(diff)
     assert len(diff.places) >= 3 * (4 + 1 + 8 + 1)
 
 
@@ -143,7 +143,7 @@ def test_the_first_place(what: str, way: str) -> None:
         assert found in {(module, op, phase), (module, "grad_input", phase)}
     else:
         assert found == (module, op, phase)
-    assert re.search(r"part (before it|here)", diff.said)
+    assert re.search(r"diverge (upstream|here)", diff.said)
     assert any(line.startswith(">") for line in diff.table().splitlines())
 
 
@@ -337,7 +337,7 @@ def test_what_amplifies_a_rounding_error() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inputs", "weights"])
-def test_one_element_that_overflows_in_fp16_is_where_they_part(kind: str) -> None:
+def test_one_element_that_overflows_in_fp16_is_where_they_diverge(kind: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.Linear(64, 8))

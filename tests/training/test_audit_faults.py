@@ -74,22 +74,22 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     ),
     "a layer that stayed in FP32": (
         lambda: step(in_two(layers().bfloat16(), nn.Linear)),
-        r"second \(Linear\): fp32, decided by: as made; 37\.5%",
+        r"second \(Linear\): fp32, set by: tensor dtype; 37\.5%",
         lambda: step(in_two(layers().bfloat16(), lambda *size: nn.Linear(*size).bfloat16())),
     ),
     "FP64 from NumPy": (
         lambda: step(in_two(layers(), lambda *size: nn.Linear(*size).double())),
-        r"second \(Linear\): fp64, decided by: as made",
+        r"second \(Linear\): fp64, set by: tensor dtype",
         lambda: step(in_two(layers(), nn.Linear)),
     ),
     "autocast off around the head": (
         lambda: step(Head(torch.autocast("cpu", enabled=False)), bf16()),
-        r"head \(Linear\): fp32, decided by: as made; 37\.5%",
+        r"head \(Linear\): fp32, set by: tensor dtype; 37\.5%",
         lambda: step(Head(), bf16()),
     ),
     "the recipe off around the head": (
         lambda: step(converted(Head(mixprec.autocast(enabled=False)))),
-        r"head \(Linear\): fp32, decided by: as made; 37\.5%",
+        r"head \(Linear\): fp32, set by: tensor dtype; 37\.5%",
         lambda: step(converted(Head())),
     ),
     "autocast for another device": (
@@ -319,7 +319,7 @@ def test_a_head_with_the_weight_of_another_module(head: str, compiled: bool) -> 
 
     precision, reason = "fp32", "which mixprec.convert does not reach: call an nn.Linear"
     if head == "cast":
-        precision, reason = "fp64", "decided by: cast"
+        precision, reason = "fp64", "set by: cast"
     share = "57.1%" if head == "frozen" else "66.7%"
     for recipe in ("bf16", "mxfp8"):
         ours = functools.partial(mixprec.functional.linear, recipe=recipe)
@@ -353,7 +353,7 @@ def test_experts_that_autocast_does_not_know() -> None:
         pytest.skip("the autocast of this torch has grouped_mm")
     check(
         lambda: step(mixture(), bf16()),
-        r"4 \(GroupedExperts\): fp32, decided by: as made; 42\.9%",
+        r"4 \(GroupedExperts\): fp32, set by: tensor dtype; 42\.9%",
         lambda: step(converted(mixture())),
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 import mixprec
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-COLUMNS = ["where", "phase", "op", "precision", "decided by", "FLOP"]
+COLUMNS = ["where", "phase", "op", "precision", "set by", "FLOP"]
 # Attributes whose values a browser loads.
 LOADED = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "background"}
 ASKS = ("@import", "url(", "fetch(", "XMLHttpRequest", "WebSocket", "EventSource", "import(")

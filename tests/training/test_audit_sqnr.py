@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.audit import residual
+from mixprec.diagnostics.audit.noise import estimated_noise
 from mixprec.diagnostics.audit.shadow import Shadow
 from mixprec.testing import sqnr
 
@@ -178,7 +178,7 @@ def test_nothing_that_the_model_computes_changes(way: str) -> None:
         results.append([loss.detach(), *(p.detach() for p in model.parameters()), torch.rand(3)])
     for before, after in zip(*results, strict=True):
         assert_same_bits(before, after)
-    assert len(audit._shadow.whole) == len(audit._shadow.before) == 0
+    assert len(audit._shadow.total) == len(audit._shadow.before) == 0
 
 
 def test_what_another_recipe_would_lose() -> None:
@@ -259,7 +259,7 @@ def test_bytes_and_exceptions_leave_nothing_behind() -> None:
     failed = mixprec.audit(layer, sqnr=True)
     with pytest.raises(RuntimeError, match="shapes cannot"), failed:
         layer(x) @ x[:3]
-    assert len(failed._shadow.whole) == 0
+    assert len(failed._shadow.total) == 0
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 
@@ -467,7 +467,7 @@ def test_the_noise_of_large_products_is_estimated(fault: str, dtype: torch.dtype
         y[299, 319] += 100.0
     y = y.to(dtype)
     noise = float((y.double() - exact.double()).square().sum())
-    estimated = residual.noise(y, a, b, bias)
+    estimated = estimated_noise(y, a, b, bias)
     if not fault and dtype == torch.float32:  # less than what the estimate rounds away itself
         assert estimated < 2.0**-40 * float(exact.square().sum())
     else:

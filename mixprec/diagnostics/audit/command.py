@@ -48,16 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     if given.recipe:
         convert(model, given.recipe)
     loss = rest[1] if len(rest) > 1 else None
-    found = audit(model, rest[0], loss=loss, sqnr=given.sqnr, what_if=given.what_if)
-    print(found)
+    report = audit(model, rest[0], loss=loss, sqnr=given.sqnr, what_if=given.what_if)
+    print(report)
     if given.html:
-        found.save_html(given.html)
+        report.save_html(given.html)
     if given.json:
-        found.save(given.json)
-    missed = [line for name, share in given.require for line in _missed(found, name, share)]
+        report.save(given.json)
+    missed = [line for name, share in given.require for line in _missed(report, name, share)]
     for line in missed:
         print(line, file=sys.stderr)
-    return 1 if missed or (given.strict and found.findings) else 0
+    return 1 if missed or (given.strict and report.findings) else 0
 
 
 def _requirement(text: str) -> tuple[str, float]:
@@ -67,7 +67,7 @@ def _requirement(text: str) -> tuple[str, float]:
     return name, float(share)
 
 
-def _missed(found: Audit, name: str, share: float) -> list[str]:
-    total = sum(found.flops.values())
-    has = found.flops.get(name, 0) / total if total else 0.0
+def _missed(report: Audit, name: str, share: float) -> list[str]:
+    total = sum(report.flops.values())
+    has = report.flops.get(name, 0) / total if total else 0.0
     return [] if has >= share else [f"required: {name} {share:.1%} of the FLOPs, got {has:.1%}"]

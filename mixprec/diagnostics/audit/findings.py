@@ -1,89 +1,121 @@
-"""What is wrong with the precisions of a step, in sentences."""
+"""What is wrong with the precisions of a step and with its numbers, in sentences."""
 
 from __future__ import annotations
 
-import sys
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...nn._layer import Layer
-from . import casts, step_findings
-from .op import FORWARD, SHORT, Op, bits, joined
-
-if TYPE_CHECKING:
-    from .compiled import Compiled
-    from .recorder import Recorder
-    from .report import Audit
+from ..stats.suggest import BARS
+from . import provenance
+from .recorder import Recorder
+from .records import (
+    FORWARD,
+    PRODUCTS,
+    SHORT,
+    SUSPECT,
+    Lost,
+    Op,
+    bits,
+    flops_by,
+    joined,
+    product_name,
+)
 
 # Of the FLOPs of a step: what is less has nothing to lose.
 _WORTH_SAYING = 0.005
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"}
 _LOSSES = {"_log_softmax", "nll_loss_forward", "mse_loss", "logsumexp", "cross_entropy"}
+_UNDERFLOW, _OVERFLOW = 0.1, 1e-3  # shares of elements that are worth a sentence
+_WORDS = {"x": "inputs", "w": "weights", "g": "gradients"}
 
 
-def collect(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
+def collect(ops: list[Op], model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
     """The worst first: what makes results wrong, what loses precision, what wastes time."""
-    found: list[str] = []
-    found += step_findings.of_scaler(audit, scaler, recorder)
-    found += _sums_in_16_bits(audit, model)
-    found += _summed_gradients(model, recorder)
-    found += step_findings.lost_updates(recorder)
-    found += _regions(audit, recorder)
-    found += _wide_products(audit, model, recorder)
-    found += _frozen(audit, model)
-    found += _casts_back(recorder)
-    return found
+    findings: list[str] = []
+    findings += _of_scaler(ops, scaler, recorder)
+    findings += _sums_in_16_bits(ops, model)
+    findings += _summed_gradients(model, recorder)
+    findings += _lost_updates(recorder)
+    findings += _regions(ops, recorder)
+    findings += _wide_products(ops, model, recorder)
+    findings += _frozen(ops, model)
+    findings += _casts_back(recorder)
+    return findings
 
 
-def notes(model: nn.Module, compiled: Compiled) -> list[str]:
+def notes(model: nn.Module, recorder: Recorder) -> list[str]:
     """What is not seen of this model."""
-    kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    is_compiled = compiled.called or any(
-        isinstance(m, kind) or m._compiled_call_impl is not None for m in model.modules()
-    )
-    found = []
-    if compiled.runs:
-        found.append(
-            f"Compiled code was compiled again for the block, and ran {compiled.runs}x. Its ops "
-            "are those of its graphs: casts between fused ops may be left out."
+    sentences = []
+    if recorder.has_compiled:
+        sentences.append(
+            "What torch.compile compiles ran uncompiled in the audit: rounding in the compiled "
+            "code can differ."
         )
-    elif is_compiled and not compiled.unread:
-        found.append("The model is compiled, and ran without that: compiled code may drop casts.")
-    for name, how in compiled.unread.items():
-        found.append(f"The graphs of backend {name} are not read: its code ran {how}.")
-    if compiled.hidden:
-        names = joined(sorted(compiled.hidden))
-        found.append(f"What {names} runs in compiled code is not read: its ops are missing.")
-    if compiled.missed:
-        said = f"{compiled.missed} compiled graphs were not seen: of their ops, those that are "
-        found.append(f"{said}kernels of the compiler are missing, and the others have no module.")
-    if compiled.has_unsized:
-        found.append("Sizes that depend on values are not in compiled code: they count as 0.")
-    if compiled.has_gradients:
-        found.append(
-            "Compiled code computes gradients of its own, as torch.func.grad does: their products "
-            "count as forward."
-        )
-    if compiled.is_older:
-        found.append(
+    if recorder.has_compiled_backward:
+        sentences.append(
             "Code compiled before the block ran a backward pass in it: only what it calls of torch "
-            "was seen, and nothing of who decided."
+            "was seen, and not what set its dtypes."
         )
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        found.append("TorchScript has no frames: its ops are those of the module that called it.")
-    return found
+        sentences.append(
+            "TorchScript has no frames: its ops are those of the module that called it."
+        )
+    return sentences
 
 
-def _sums_in_16_bits(audit: Audit, model: nn.Module) -> list[str]:
+def _of_scaler(ops: list[Op], scaler: Any, recorder: Recorder) -> list[str]:
+    """Of torch.amp.GradScaler or ours, if the block was given one."""
+    has_fp16 = any("fp16" in op.precision for op in ops)
+    if scaler is None:
+        is_step = recorder.has_stepped and recorder.has_backward and has_fp16
+        said = "fp16 gradients are not scaled, or audit was not given the scaler"
+        return [said] if is_step else []
+    if not scaler.is_enabled():
+        return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
+    findings = []
+    called = recorder.called
+    if recorder.has_backward and not {"scale", "get_scale"}.intersection(called):
+        findings.append(
+            "scaler.scale(loss) was not called before backward(): gradients are not scaled"
+        )
+    elif recorder.has_stepped and "step" not in called:
+        findings.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
+    elif "step" in called and recorder.skips_all:
+        findings.append(
+            "GradScaler has skipped every step: gradients are Inf or NaN (as is usual in the first "
+            "steps, until the scale has fallen)"
+        )
+    # step() unscales what is not yet unscaled, which is too late for the limit of a norm. Gradients
+    # of a loss that was not scaled, and those that the program divides itself, may be clipped.
+    before = called[: called.index("clip")] if "clip" in called else []
+    if "scale" in before and not {"unscale_", "get_scale"}.intersection(before):
+        findings.append(
+            "gradients were clipped before scaler.unscale_(optimizer): the limit is compared with "
+            "a norm that has the loss scale in it"
+        )
+    # torch raises in the next step; ours goes on.
+    if "step" in called and "update" not in called:
+        findings.append("scaler.step() was called, and scaler.update() was not: the scale stays")
+    if not has_fp16 and recorder.has_backward:
+        findings.append("GradScaler scales the loss, and no op computes in fp16: it is not needed")
+    if "scale" in called and (scale := float(scaler.get_scale())) < 1:
+        findings.append(f"the loss scale has fallen to {scale:g}: gradients overflow, or are NaN")
+    return findings
+
+
+def _sums_in_16_bits(every: list[Op], model: nn.Module) -> list[str]:
     """Losses in 16 bits, softmax in fp16, and norms whose weight is in fp16: under autocast on a
     CPU, the input of a norm with FP32 weights is fp16 too, which is no fault of the program."""
     losses: dict[tuple[str, str], list[str]] = defaultdict(list)
     softmax: list[str] = []
     norms: list[str] = []
-    for op in audit.ops:
+    for op in every:
         if op.kind != "reduction" or op.phase != FORWARD:
             continue
         if op.op in _LOSSES and op.precision in ("bf16", "fp16"):
@@ -104,14 +136,14 @@ def _sums_in_16_bits(audit: Audit, model: nn.Module) -> list[str]:
 
 def _summed_gradients(model: nn.Module, recorder: Recorder) -> list[str]:
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for p, (dtype, times) in recorder.summed.items():
+    params: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for p, (dtype, times) in recorder.gradients.summed.items():
         if dtype in ("bfloat16", "float16"):
-            found[SHORT.get(dtype, dtype), times + 1].append(names.get(id(p), "another parameter"))
+            params[SHORT.get(dtype, dtype), times + 1].append(names.get(id(p), "another parameter"))
     return [
         f"gradients are summed in {dtype} over {times} backward passes, of "
-        f"{joined(reversed(params), 3)}: give the optimizer grad_dtype=torch.float32"
-        for (dtype, times), params in found.items()
+        f"{joined(reversed(group), 3)}: give the optimizer grad_dtype=torch.float32"
+        for (dtype, times), group in params.items()
     ] + [
         f"{where}: {times} products are summed in {SHORT[dtype]}, in a tensor of the shape of a "
         f"weight, {list(shape)}: sum the chunks of a gradient in FP32"
@@ -119,9 +151,21 @@ def _summed_gradients(model: nn.Module, recorder: Recorder) -> list[str]:
     ]
 
 
-def _regions(audit: Audit, recorder: Recorder) -> list[str]:
+def _lost_updates(recorder: Recorder) -> list[str]:
+    """As measured: with a large learning rate none is lost. Of more than half of the elements: a
+    few have a gradient near 0 in any step."""
+    updates = recorder.updates
+    if updates is None or (lost := updates.lost()) <= 0.5:
+        return []
+    return [
+        f"{lost:.0%} of the {SHORT[updates.dtype]} weights with a gradient did not change in "
+        "optimizer.step(): the update is lost to rounding, which FP32 masters would keep"
+    ]
+
+
+def _regions(every: list[Op], recorder: Recorder) -> list[str]:
     """Regions in which no layer can use the recipe. Where some can, the others are left out."""
-    if not recorder.regions or any(op.decided.startswith(casts.OURS) for op in audit.ops):
+    if not recorder.regions or any(op.decided.startswith(provenance.OURS) for op in every):
         return []
     return [
         f"mixprec.autocast {joined(sorted(recorder.regions))} is on, and no product uses it: only "
@@ -129,63 +173,64 @@ def _regions(audit: Audit, recorder: Recorder) -> list[str]:
     ]
 
 
-def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[str]:
+def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> list[str]:
     """Layers that compute in more bits than others of the step."""
-    found = []
+    findings = []
     if recorder.autocast_on and recorder.devices and not recorder.autocast_on & recorder.devices:
         on, there = (joined(sorted(kinds)) for kinds in (recorder.autocast_on, recorder.devices))
-        found.append(f"torch.autocast is on for {on}, and the products run on {there}")
-    total = sum(audit.flops.values())
-    in_recipes = [op for op in audit.ops if op.flops and op.decided.startswith(casts.OURS)]
+        findings.append(f"torch.autocast is on for {on}, and the products run on {there}")
+    shares = flops_by(lambda op: op.precision, every)
+    total = sum(shares.values())
+    in_recipes = [op for op in every if op.flops and op.decided.startswith(provenance.OURS)]
     has_recipes = bool(in_recipes)
     # Of what convert has reached, however little: the less it is, the more is left out.
-    low = {name for name, flops in audit.flops.items() if flops > total / 20}
+    low = {name for name, flops in shares.items() if flops > total / 20}
     least = min(map(bits, low | {op.precision for op in in_recipes}), default=32)
     layers: dict[str, list[Op]] = defaultdict(list)
     others: dict[tuple[str, str, str], list[Op]] = defaultdict(list)
-    for op in audit.ops:
+    for op in every:
         if op.flops and bits(op.precision) > least:
             layer = None if op.module is None else model.get_submodule(op.module)
             # Beside recipes, attention is in the dtype of its input, and no layer is at fault.
             is_found = layer is not None and (
-                op.decided == casts.CAST if _is_attention(op, layer) else _has_weights(layer)
+                op.decided == provenance.CAST if _is_attention(op, layer) else _has_weights(layer)
             )
             if is_found and op.module is not None:
                 layers[op.module].append(op)
-            elif op.weight and not op.decided.startswith(casts.OURS):
+            elif op.weight and not op.decided.startswith(provenance.OURS):
                 others[op.where, op.weight, op.precision].append(op)
     for (where, weight, precision), ops in others.items():
         if (flops := sum(op.flops for op in ops)) >= _WORTH_SAYING * total:
-            reason = f"decided by: {ops[0].decided}"
-            if has_recipes and ops[0].decided != casts.CAST:
+            reason = f"set by: {ops[0].decided}"
+            if has_recipes and ops[0].decided != provenance.CAST:
                 reason = (
                     "which mixprec.convert does not reach: call an nn.Linear with this weight, or "
                     "mixprec.functional.linear"
                 )
-            found.append(
+            findings.append(
                 f"{where}: {precision} in the product with {weight}, {reason}; {flops / total:.1%} "
                 "of the FLOPs"
             )
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for name, ops in layers.items():
         layer = model.get_submodule(name)
-        if ops[0].decided.startswith(casts.OURS):
+        if ops[0].decided.startswith(provenance.OURS):
             continue
-        if ops[0].decided == casts.CAST:
+        if ops[0].decided == provenance.CAST:
             reason = "to which the program casts its operands"
         elif has_recipes and not isinstance(layer, Layer):
             reason = "because mixprec.convert has left it out"
         else:
-            reason = f"decided by: {ops[0].decided}"
+            reason = f"set by: {ops[0].decided}"
         group = groups[type(layer).__name__, ops[0].precision, reason]
         group[name or type(model).__name__] = sum(op.flops for op in ops)
     for (kind, precision, reason), names in groups.items():
         if (flops := sum(names.values())) >= _WORTH_SAYING * total:
-            found.append(
+            findings.append(
                 f"{joined(names, 3)} ({kind}): {precision}, {reason}; {flops / total:.1%} of the "
                 "FLOPs"
             )
-    return found
+    return findings
 
 
 def _has_weights(layer: nn.Module) -> bool:
@@ -198,10 +243,10 @@ def _is_attention(op: Op, layer: nn.Module) -> bool:
     return op.kind == "attention" or is_parts
 
 
-def _frozen(audit: Audit, model: nn.Module) -> list[str]:
+def _frozen(every: list[Op], model: nn.Module) -> list[str]:
     """Layers that cast a frozen weight in each pass."""
-    run = {op.module for op in audit.ops}
-    found: dict[str, list[str]] = defaultdict(list)
+    run = {op.module for op in every}
+    layers: dict[str, list[str]] = defaultdict(list)
     for name, layer in model.named_modules():
         if name not in run or not isinstance(layer, Layer):
             continue
@@ -209,11 +254,11 @@ def _frozen(audit: Audit, model: nn.Module) -> list[str]:
         if weight is None or weight.requires_grad:
             continue
         if layer.recipe.is_scaled:
-            found[layer.recipe.name].append(name or type(model).__name__)
+            layers[layer.recipe.name].append(name or type(model).__name__)
     return [
         f"{joined(names, 3)}: a frozen weight is cast to {recipe} in each pass: mixprec.freeze "
         "casts it once"
-        for recipe, names in found.items()
+        for recipe, names in layers.items()
     ]
 
 
@@ -222,4 +267,68 @@ def _casts_back(recorder: Recorder) -> list[str]:
         f"{where}: a tensor is cast from {SHORT.get(wide, wide)} to "
         f"{SHORT.get(narrow, narrow)} and back at once, {times}x"
         for (where, wide, narrow), times in recorder.cast_back.items()
+    ]
+
+
+def of_losses(ops: Iterable[Op]) -> list[str]:
+    """The worst first."""
+    every = [(op, *item) for op in ops if op.kind in PRODUCTS for item in op.lost.items()]
+    return [*_beyond(every), *_cut(every, "overflow", _OVERFLOW), *_below_bar(every),
+            *_cut(every, "underflow", _UNDERFLOW)]  # fmt: skip
+
+
+def notes_of_losses(not_followed: Mapping[str, int]) -> list[str]:
+    if not not_followed:
+        return []
+    return [f"Not computed again in FP32, and taken as they are: {joined(not_followed, 5)}."]
+
+
+def _beyond(ops: list[tuple[Op, str, Lost]]) -> list[str]:
+    factors: dict[str, float] = {}
+
+    def note(said: str, why: str, beyond: float) -> None:
+        if beyond > SUSPECT:
+            if math.isinf(beyond):
+                sentence = f"{said} has Inf or NaN where FP32 has none"
+            else:
+                sentence = f"{said} is off by {beyond:.3g} times what {why} explains"
+            factors[sentence] = beyond
+
+    for op, name, lost in ops:
+        note(f"{op.where}, {product_name(op, name)}", "rounding", lost.beyond)
+        for role, operand in lost.operands.items():
+            said = f"{op.where}: the cast of its {_WORDS[role]} to {op.precision}"
+            if not operand.infinite:  # that has a sentence with their share
+                note(said, "the format", operand.beyond)
+    return sorted(factors, key=lambda sentence: -factors[sentence])
+
+
+def _cut(ops: list[tuple[Op, str, Lost]], what: str, least: float) -> list[str]:
+    """Elements that become 0, or Inf or the largest value."""
+    shares: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for op, _, lost in ops:
+        for role, operand in lost.operands.items():
+            share = getattr(operand, what) / max(operand.elements, 1)
+            if share >= least or (what == "overflow" and operand.infinite):
+                group = shares[role, op.precision]
+                group[op.where] = max(group.get(op.where, 0.0), share)
+    findings = []
+    for (role, precision), names in shares.items():
+        ranked = sorted(names, key=lambda name: -names[name])
+        most = 100 * max(names.values())
+        share = f"{most:.1f}%" if most >= 0.1 else f"{most:.2g}%"
+        findings.append(f"{joined(ranked, 3)}: {share} of the {_WORDS[role]} {what} in {precision}")
+    return findings
+
+
+def _below_bar(ops: list[tuple[Op, str, Lost]]) -> list[str]:
+    groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for op, name, lost in ops:
+        bar, own = BARS.get(name), lost.own
+        if bar is not None and own is not None and lost.beyond <= SUSPECT and own < bar:
+            groups[name, op.precision][op.where] = own
+    return [
+        f"{joined(sorted(names, key=lambda n: names[n]), 3)}: {name} in {precision} has an SQNR "
+        f"of {min(names.values()):.1f} dB, below {BARS[name]:g}"
+        for (name, precision), names in groups.items()
     ]

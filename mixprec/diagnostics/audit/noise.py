@@ -1,8 +1,17 @@
-"""The errors of an op against FP32, and those that rounding to its formats explains."""
+"""The errors of an op against FP32, and those that rounding to its formats explains.
+
+The noise of a large product is estimated, without computing it again: of E = C - A @ B and S [N, s]
+of random signs, the mean of ||C @ S - A @ (B @ S)||^2 / s is ||E||^2 (Hutchinson, 1989; Freivalds'
+check of a product, 1977), off by sqrt(2 / s) of it at most, at s (1 / M + 1 / N + 1 / K) of the
+product's cost. Every element of C counts.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +19,17 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from ...formats import Format
-from ...ops._reference.block_formats import BlockFormat
+from ...functional import operands
+from ...functional._products import ROLES
+from ...ops._reference.block_formats import BlockFormat, hadamard
+from ...ops.gemm import gemm_op, gemm_simulated_op
 from ...recipes import GEMMS, Recipe
-from . import residual, rules, what_if
-from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
+from ..stats.measure import decoded, squares
+from . import reference
 from .ops import Arguments, Listed, arguments
+from .records import RESULT, ROLES_OF, Lost, Operand, power, product_of
+from .reference import FLOATS, is_float, widened
 from .shadow import Ran, Shadow
-from .values import FLOATS, is_float, widened
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward
 _GRADIENTS = {0: "grad_input", 1: "grad_weight"}  # of a convolution's, by the place of the result
@@ -24,6 +37,14 @@ _GRADIENTS = {0: "grad_input", 1: "grad_weight"}  # of a convolution's, by the p
 _VARIANCE = 1 / 12
 _FLUSHED = torch.finfo(torch.float32).smallest_normal
 _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
+_SIGNS = 32
+_LARGE = 8 * _SIGNS  # from here on it is cheaper than the product
+aten = torch.ops.aten
+_OURS = {
+    f"mixprec::{op.variant_name(v)}"
+    for op in (gemm_op, gemm_simulated_op)
+    for v in ("cpp", "reference", "triton", "vendor")
+}
 
 
 def measured(
@@ -41,9 +62,13 @@ def measured(
     if actual and actual[0] is not None and actual[0].dtype.itemsize == 1:
         return {}  # norm_quantize: what its codes lose is of the product that reads them
     powers = [
-        (i, power(own), power(own - t))
-        for i, (t, own) in enumerate(zip(actual, ran.own, strict=False))
-        if t is not None and own is not None and is_float(t) and own.shape == t.shape and t.numel()
+        (i, power(exact), power(exact - t))
+        for i, (t, exact) in enumerate(zip(actual, ran.own, strict=False))
+        if t is not None
+        and exact is not None
+        and is_float(t)
+        and exact.shape == t.shape
+        and t.numel()
     ]
     if not powers:
         return {}
@@ -52,18 +77,18 @@ def measured(
     if func.overloadpacket is _CONVOLUTION_BACKWARD:
         chosen = {_GRADIENTS[one[0]]: one for one in powers if one[0] in _GRADIENTS}
     else:  # results differ in size, as the gradients of q, k and v do: the one that lost most
-        name = product(operands) if listed.kind in ("product", "convolution") else None
+        name = product_of(operands) if listed.kind in ("product", "convolution") else None
         chosen = {name or RESULT: max(powers, key=lambda one: one[2] / max(one[1], 1e-300))}
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     has_casts = any(shadow.before.packed(t) is not None for t in inputs)
-    found = {}
+    losses = {}
     for name, (i, signal, noise) in chosen.items():
-        lost, one, whole = Lost(signal, noise), actual[i], ran.whole[i]
+        lost, one, in_fp32 = Lost(signal, noise), actual[i], ran.total[i]
         assert one is not None
-        if whole is ran.own[i]:
+        if in_fp32 is ran.own[i]:
             lost.total_signal, lost.total_noise = signal, noise
-        elif whole is not None:
-            lost.total_signal, lost.total_noise = power(whole), power(whole - one)
+        elif in_fp32 is not None:
+            lost.total_signal, lost.total_noise = power(in_fp32), power(in_fp32 - one)
         lost.operands = {
             role: operand
             for role, operand in operands.items()
@@ -75,8 +100,8 @@ def measured(
             lost.what_if = _what_if(listed, given, used, shadow)
         elif listed.kind == "convolution":
             lost.what_if = _what_if_convolved(given, ran, i, shadow)
-        found[name] = lost
-    return found
+        losses[name] = lost
+    return losses
 
 
 def _what_if(
@@ -90,17 +115,17 @@ def _what_if(
         return {}
     roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
     wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
-    return {name: what_if.product(recipe, roles, *wide) for name, recipe in shadow.what_if.items()}
+    return {name: _product(recipe, roles, *wide) for name, recipe in shadow.what_if.items()}
 
 
 def _what_if_convolved(
     given: Arguments, ran: Ran, i: int, shadow: Shadow
 ) -> dict[str, tuple[float, float]]:
-    found, own = {}, ran.own[i]
-    assert own is not None
+    halves, exact = {}, ran.own[i]
+    assert exact is not None
     kind = "forward" if "grad_output" not in given else GEMMS[1 + i]
-    for name, whole in shadow.what_if.items():
-        recipe = whole.product(kind)
+    for name, listed in shadow.what_if.items():
+        recipe = listed.product(kind)
 
         def value(t: torch.Tensor, known: Any = None, recipe: Recipe = recipe) -> torch.Tensor:
             if t is given.get("bias") or t.dim() < 3:
@@ -108,13 +133,13 @@ def _what_if_convolved(
             role = shadow.roles.get(t) or "x"
             wide = shadow.own(t)
             weight, transposed = given["weight"], bool(given.get("transposed"))
-            seen = what_if.of_convolution(recipe, role, wide, weight, transposed)
+            seen = _cast_of_convolution(recipe, role, wide, weight, transposed)
             return seen.to(wide.dtype)
 
         got = ran.again(value)[i]
         if got is not None:
-            found[name] = power(own), power(own - got)
-    return found
+            halves[name] = power(exact), power(exact - got)
+    return halves
 
 
 class _Used(dict[str, torch.Tensor]):
@@ -126,7 +151,7 @@ class _Used(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         t = self._given[name]
-        self[name] = rules.decoded(self._given, name) if self._has_scales else widened(t)
+        self[name] = reference.decoded(self._given, name) if self._has_scales else widened(t)
         return self[name]
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
@@ -137,26 +162,26 @@ class _Used(dict[str, torch.Tensor]):
 def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor | None]:
     if func._schema.is_mutable and not func._schema.returns:  # gemm_accumulate_
         return [given["acc"]]
-    found = result if isinstance(result, (tuple, list)) else [result]
-    return [t if isinstance(t, torch.Tensor) else None for t in found]
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [t if isinstance(t, torch.Tensor) else None for t in results]
 
 
 def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> dict[str, Operand]:
-    found: dict[str, Operand] = {}
+    operands: dict[str, Operand] = {}
     for name in listed.operands:
         t = given[name]
         if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or not t.numel():
             continue
         before, square, expected = shadow.before.get(t), 0.0, None
         if before is None:
-            before = shadow.whole.get(t)
+            before = shadow.total.get(t)
         elif (fmt := shadow.formats.get(t)) is not None:
             square = power(before)
             expected = _cast_noise(before, square, fmt, along=-2 if name == "b" else -1)
-        operand = found.setdefault(shadow.roles.get(t) or "x", Operand())
+        operand = operands.setdefault(shadow.roles.get(t) or "x", Operand())
         before = used[name] if before is None else before
         operand.add(used[name], before, square, expected, t if t.dtype.itemsize == 1 else None)
-    return found
+    return operands
 
 
 def _is_estimated(
@@ -164,12 +189,12 @@ def _is_estimated(
 ) -> bool:
     """Of a large product of two matrices, the noise against FP32 of the operands as they are, by a
     few sums over all of its elements; False: of another op, or where something is not finite."""
-    names = residual.operands(func, given)
+    names = _matrices(func, given)
     if names is None:
         return False
     a, b = used[names[0]], used[names[1]]
     bias = None if names[2] is None else used[names[2]]
-    total, noise = power(actual), residual.noise(actual, a, b, bias)
+    total, noise = power(actual), estimated_noise(actual, a, b, bias)
     if not math.isfinite(noise):
         return False
     lost.noise = noise
@@ -231,9 +256,9 @@ def _arithmetic(
         away = torch.rand(wide.shape, generator=generator, device=wide.device) - 0.5
         return wide * (1 + lowest.eps * away) + lowest.smallest_normal * lowest.eps * away
 
-    found = ran.again(rounded)[i]
-    if found is not None:
-        lost.expected += power(want - (found if finite is None else torch.where(finite, found, 0)))
+    again = ran.again(rounded)[i]
+    if again is not None:
+        lost.expected += power(want - (again if finite is None else torch.where(finite, again, 0)))
 
 
 def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0) -> float:
@@ -258,3 +283,90 @@ def _cast_noise(x: torch.Tensor, square: float, fmt: Format | BlockFormat, along
     # A scale that is a power of two may be half of what would fit.
     scale = (2 / element.max) ** 2 * largest if element.bits <= 8 else float(x.numel())
     return _VARIANCE * (element.eps**2 * square + element.smallest_subnormal**2 * scale)
+
+
+def _matrices(func: Any, given: Arguments) -> tuple[str, str, str | None] | None:
+    """The names of a, b and the bias of func, which computes a @ b + bias of two large matrices;
+    None: it computes something else, or something small."""
+    a, b, bias = "a", "b", "bias"
+    if func is aten.mm.default:
+        a, b, bias = "self", "mat2", ""
+    elif func is aten.addmm.default and given["alpha"] == given["beta"] == 1:
+        a, b, bias = "mat1", "mat2", "self"
+    elif func.name() not in _OURS:
+        return None
+    added = given.get(bias)
+    if not given[a].dim() == given[b].dim() == 2 or not (added is None or added.dim() == 1):
+        return None
+    is_large = min(*given[a].shape, *given[b].shape) >= _LARGE
+    return (a, b, None if added is None else bias) if is_large else None
+
+
+def estimated_noise(
+    result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> float:
+    """The squared distance of a result from a @ b + bias, estimated."""
+    signs = _signs(b.shape[1], b.device)
+    left = result.float() @ signs - a @ (b @ signs)
+    left = left if bias is None else left - bias @ signs
+    return float(left.double().square().sum()) / _SIGNS
+
+
+@functools.lru_cache(8)
+def _signs(rows: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    signs = torch.randint(0, 2, (rows, _SIGNS), generator=generator).float() * 2 - 1
+    return signs.to(device)
+
+
+def what_if_recipes(names: Iterable[Recipe | str]) -> dict[str, Recipe]:
+    """The recipes of what_if=, by name, with rounding to nearest: no random numbers are drawn."""
+    recipes = {}
+    for name in names:
+        recipe = Recipe.parse(name)
+        if recipe.is_delayed:
+            raise ValueError(
+                "audit: what_if must be a recipe with scales of the tensors that it casts, got "
+                f"{recipe.name}, whose scales are of earlier steps"
+            )
+        if recipe.outliers:
+            raise ValueError(
+                f"audit: what_if must be a recipe without outliers, got {recipe.name}, whose "
+                "indices are those of a layer"
+            )
+        products = tuple((n, replace(r, stochastic_rounding=())) for n, r in recipe.products)
+        recipes[recipe.name] = replace(recipe, stochastic_rounding=(), products=products)
+    return recipes
+
+
+def _product(
+    recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
+) -> tuple[float, float]:
+    """The two halves of the SQNR of a [M, K] @ b_t [N, K]^T, both FP32, cast as these roles."""
+    recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
+    is_rotated = recipe.hadamard and set(roles) == {"g", "x"}
+    used = [cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
+    signal, noise = squares(a @ b_t.t(), used[0] @ used[1].t())
+    return float(signal), float(noise)
+
+
+def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
+    """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
+    rows = rows.float().contiguous()
+    rows = hadamard(rows) if is_rotated else rows
+    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False)
+    if operand.scale_inv is None:
+        return operand.data.float()
+    return decoded(operand, rows, recipe.block_format(role))[0]
+
+
+def _cast_of_convolution(
+    recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """The values of an operand of a convolution, FP32, cast as that of mixprec.nn casts it: as
+    points if it combines only channels, else as [first dimension, all the rest]. recipe: that of
+    the product."""
+    if role != "w" and not transposed and all(size == 1 for size in weight.shape[2:]):
+        points = t.movedim(1, -1)
+        return cast(recipe, role, points.flatten(0, -2), False).view(points.shape).movedim(-1, 1)
+    return cast(recipe, role, t.flatten(1), False).view(t.shape)

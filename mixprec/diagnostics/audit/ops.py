@@ -54,10 +54,6 @@ def _grouped(a: str, b: str) -> Count:
     return flops
 
 
-def _elementwise(_: Arguments, out: Any) -> int:
-    return 2 * int(out.numel())
-
-
 def _linear(args: Arguments, _: Any) -> int:
     return 2 * args["input"].numel() * args["weight"].shape[0]
 
@@ -252,14 +248,6 @@ def listed(func: Any) -> Listed | None:
     if func.namespace == "mixprec":
         return _OUR_NAMES.get(func.name())
     return _torchs().get(func.overloadpacket)
-
-
-def part(func: Any, of: Any) -> Listed | None:
-    """Of an op that torch.compile has put in place of another: of a product with few elements it
-    makes a multiplication, which is broadcast, and a sum."""
-    whole = listed(of)
-    is_product = whole is not None and whole.kind == "product" and func is aten.mul.Tensor
-    return Listed("product", ("self", "other"), _elementwise) if is_product else None
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._modes import nor_below
 from ...functional import _products
@@ -22,29 +21,19 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._state8 import short
 from ...recipes import OUTLIERS, Recipe
-from . import casts, compiled, dynamo, noise, ops, points
-from .lost import Lost
-from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation, operand_formats
-from .owners import Owner, Owners
+from . import ops, provenance
+from .accumulation import Gradients, Sums, Updates
+from .noise import measured
+from .patches import FORCE_EAGER, is_in_compiled
+from .provenance import Owner, Owners
+from .records import AGAIN, BACKWARD, FORWARD, STEP, Lost, Op, Total, accumulation, operand_formats
 from .shadow import Ran, Shadow
-from .sums import Sums
-from .updates import Updates
-
-_ADD_ = torch.ops.aten.add_.Tensor
-_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-
-
-@functools.cache
-def _accumulate_grad() -> Any:
-    """The class of the nodes that write `grad`."""
-    with torch.enable_grad():
-        node: Any = (torch.ones((), requires_grad=True) * 1).grad_fn
-        return type(node.next_functions[0][0])
+from .trace import Trace, record
 
 
 @dataclass
 class _Origin:
-    """Of an autograd node: who ran the forward op, who decided its dtypes, and its weight."""
+    """Of an autograd node: who ran the forward op, what set its dtypes, and its weight."""
 
     owner: Owner
     decided: str | None = None
@@ -68,24 +57,27 @@ class _Gemm:
     recipe: Recipe
     name: str
     formats: tuple[str, ...] = field(init=False)
-    autocast: dict[str, torch.dtype] = field(default_factory=casts.autocast_dtypes)
+    autocast: dict[str, torch.dtype] = field(default_factory=provenance.autocast_dtypes)
 
     def result_decided_by(self, result: torch.Tensor) -> str:
         has_autocast = result.dtype == self.autocast.get(result.device.type)
-        return casts.AUTOCAST if has_autocast else casts.AS_MADE
+        return provenance.AUTOCAST if has_autocast else provenance.TENSOR_DTYPE
 
     def __post_init__(self) -> None:
         self.formats = operand_formats(self.recipe, self.kind)
 
 
-class Recorder(dynamo.Asked):
+class Recorder(TorchDispatchMode):
     """A mode that notes each op that the module `ops` lists in `ops`.
 
-    devices: the types of device of products; summed: of a parameter, the dtype of `grad` and how
-    often a backward pass has added to it; cast_back: where tensors are cast to fewer bits and back
-    at once, with both dtypes, how often; sums: where products of no parameter are added to a tensor
-    of 16 bits, its dtype and shape, of how many it is the sum.
+    devices: the types of device of products; cast_back: where tensors are cast to fewer bits and
+    back at once, with both dtypes, how often; sums: where products of no parameter are added to a
+    tensor of 16 bits, its dtype and shape, of how many it is the sum; has_compiled: whether
+    functions that torch.compile has returned were called; has_compiled_backward: whether code that
+    was compiled for a forward pass before the block ran its backward pass.
     """
+
+    supports_higher_order_operators = True  # that their error is ours
 
     def __init__(
         self,
@@ -98,28 +90,21 @@ class Recorder(dynamo.Asked):
         self._shadow = shadow
         self.ops: dict[Op, Total] = {}
         self.devices: set[str] = set()
-        self.summed: dict[torch.Tensor, tuple[str, int]] = {}
         self.cast_back: Counter[tuple[str, str, str]] = Counter()
         self.has_backward, self._steps, self._skipped = False, 0, 0
-        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by gradient
-        self._zeroed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.owners, self._optimizer = Owners(model), optimizer
         self.updates = None if optimizer is None else Updates(optimizer)
         self.sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-        self._sums = Sums(model.parameters())
+        self._sums, self.gradients = Sums(model.parameters()), Gradients(model.parameters())
+        self.trace = Trace()
         if scaler is not None:
             self.owners.watch(scaler)
-        _accumulate_grad()
-        self._calls = casts.Calls()
-        self.provenance = casts.Provenance(self._calls, model.named_parameters())
+        self._calls = provenance.Calls()
+        self.provenance = provenance.Provenance(self._calls, model.named_parameters())
         self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
         self._gemm: _Gemm | None = None
         self._stepping = False
-        self.compiled = compiled.Compiled(self)
-        # A shadow follows ops one by one.
-        self._reads_compiled = shadow is None and dynamo.is_supported()
-        if self._reads_compiled:  # torch asks the object; else what is compiled runs uncompiled
-            self.ignore_compile_internals = lambda: True  # type: ignore[method-assign]
+        self.has_compiled = self.has_compiled_backward = False
 
     @property
     def called(self) -> list[str]:
@@ -180,16 +165,12 @@ class Recorder(dynamo.Asked):
                 ):
                     stack.callback(register(hook).remove)
                 self._skipped = self._skips()
-            for p in self.owners.parameters():
-                if p.grad is not None:  # it may be 0
-                    self._zeroed[p.grad] = None
             _products.listeners.append(self._product)
             stack.callback(_products.listeners.remove, self._product)
-            if self._reads_compiled:
-                stack.enter_context(self.compiled.watching())
+            stack.enter_context(FORCE_EAGER.held())
             stack.enter_context(self)
             stack.enter_context(self._calls)
-            stack.enter_context(casts.NOT_ASKED.held())
+            stack.enter_context(provenance.NOT_ASKED.held())
             yield
 
     def _product(self, kind: str, recipe: Recipe, name: str) -> None:
@@ -201,6 +182,11 @@ class Recorder(dynamo.Asked):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(
+                f"audit: torch runs {func.name()} only compiled, and in an audit nothing is: leave "
+                "it out of the block"
+            )
         listed = ops.listed(func)
         if listed is None and torch.is_inference_mode_enabled() and ops.is_composite(func):
             if self._calls.call.autocast:
@@ -210,6 +196,7 @@ class Recorder(dynamo.Asked):
                 )
             with self:  # elsewhere it has arrived as its parts
                 return func.decompose(*args, **kwargs)
+        self.has_compiled = self.has_compiled or is_in_compiled()
         place = self._place()
         shadow = None if place.phase == STEP else self._shadow
         if shadow is not None:
@@ -218,7 +205,7 @@ class Recorder(dynamo.Asked):
                     shadow.roles.put(gradient, "g")
             shadow.prepare(func, args, kwargs, listed)
         inside = listed is not None and self._calls.call.autocast and ops.calls_others(func)
-        with casts.autocast_inside() if inside else contextlib.nullcontext():
+        with provenance.autocast_inside() if inside else contextlib.nullcontext():
             result = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
         ran = None
@@ -231,22 +218,18 @@ class Recorder(dynamo.Asked):
         if listed is not None:
             if place.phase == BACKWARD and place.origin is None:
                 name = torch._C._current_autograd_node().name()
-                self.compiled.is_older |= name == "CompiledFunctionBackward"
+                self.has_compiled_backward |= name == "CompiledFunctionBackward"
             lost = {} if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
             decided = self._record(func, listed, place, given, result, lost, ran)
-        is_ours = func is casts.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
+        is_ours = func is provenance.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
         is_back = self.provenance.note(func, inputs, _tensors(result), decided, is_ours)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
             self.cast_back[place.owner.where, wide, narrow] += 1
         if not torch.is_grad_enabled() and not self._stepping:
             self._note_sum(func, listed, inputs, _tensors(result))
-        if func is _ADD_ and place.phase == BACKWARD:
-            self._added()
-        elif func in _ZERO:
-            for t in inputs:
-                self._zeroed[t] = None
+        self.gradients.note(func, inputs, place.phase == BACKWARD)
         return result
 
     def _lost(
@@ -254,7 +237,7 @@ class Recorder(dynamo.Asked):
     ) -> dict[str, Lost]:
         assert self._shadow is not None, "ran"
         with torch.no_grad():
-            return noise.measured(func, listed, args, kwargs, result, ran, self._shadow)
+            return measured(func, listed, args, kwargs, result, ran, self._shadow)
 
     def _note_sum(self, func: Any, listed: ops.Listed | None, inputs: Any, outputs: Any) -> None:
         is_torchs = func.namespace == "aten" and len(outputs) > 0  # ours sum in FP32
@@ -268,40 +251,14 @@ class Recorder(dynamo.Asked):
             key = owner.where, short(outputs[0].dtype), tuple(outputs[0].shape)
             self.sums[key] = max(times, self.sums[key])
 
-    def callback(self, given: Any) -> Any:
-        return self.compiled.callback(given)
-
-    def phase_of_graph(self, is_backward: bool) -> tuple[int, str]:
-        """Of compiled code that is about to run, with the number of its node of autograd."""
-        node = torch._C._current_autograd_node()
-        number = _get_sequence_nr() - 1
-        if is_backward and node is not None:
-            self.has_backward, number = True, node._sequence_nr()
-        if self._stepping:
-            return number, STEP
-        return number, BACKWARD if is_backward else FORWARD if node is None else AGAIN
-
     def source(self, owner: Owner, recipe: Recipe) -> str:
         """Where the recipe of a product is from."""
         layer = self.owners.module(owner)
         if not isinstance(layer, Layer):
-            return casts.RECIPE
+            return provenance.RECIPE
         if recipe not in (layer.recipe, OUTLIERS):
-            return casts.REGION
-        return casts.OVERRIDE if layer._is_override else casts.RECIPE
-
-    def _added(self) -> None:
-        """A gradient has been added to that of an earlier backward pass."""
-        node: Any = torch._C._current_autograd_node()
-        if not isinstance(node, _accumulate_grad()):
-            return
-        param, grad = node.variable, node.variable.grad
-        if self._zeroed.pop(grad, self) is None:  # by zero_grad(set_to_none=False)
-            self._times[grad] = 0
-            return
-        self._times[grad] = times = self._times.get(grad, 0) + 1
-        most = self.summed.get(param, ("", 0))[1]
-        self.summed[param] = short(grad.dtype), max(times, most)
+            return provenance.REGION
+        return provenance.OVERRIDE if layer._is_override else provenance.RECIPE
 
     def _place(self) -> _Place:
         """Of an op that is about to run."""
@@ -329,7 +286,7 @@ class Recorder(dynamo.Asked):
         lost: dict[str, Lost],
         ran: Ran | None,
     ) -> str:
-        """Returns who decided the dtype of the result."""
+        """Returns what set the dtype of the result."""
         operands = [t for name in listed.operands for t in _tensors(args[name])]
         formats = tuple(short(t.dtype) for t in operands)
         owner, gemm, result_decided = place.owner, None, None
@@ -342,19 +299,19 @@ class Recorder(dynamo.Asked):
                 gemm.result_decided_by(_tensors(result)[0]) if _tensors(result) else None
             )
         elif place.phase == BACKWARD:
-            unknown = casts.MIXPREC if func.namespace == "mixprec" else casts.UNKNOWN
+            unknown = provenance.MIXPREC if func.namespace == "mixprec" else provenance.UNKNOWN
             decided = (place.origin and place.origin.decided) or unknown
         elif func.namespace == "mixprec":
-            decided = casts.MIXPREC
+            decided = provenance.MIXPREC
         else:
             decided = self.provenance.decided(operands)
             low = self._calls.call.autocast.get(operands[0].device.type)
             if low is not None and ops.calls_others(func):
-                formats, decided = (short(low),) * len(operands), casts.AUTOCAST
+                formats, decided = (short(low),) * len(operands), provenance.AUTOCAST
         weight = next(filter(None, map(self.provenance.weight, operands)), "")
         if place.phase == BACKWARD:
             weight = place.origin.weight if place.origin else ""
-        elif place.origin is not None and place.origin.decided in (None, casts.MIXPREC):
+        elif place.origin is not None and place.origin.decided in (None, provenance.MIXPREC):
             place.origin.decided, place.origin.weight = decided, weight
         device = operands[0].device.type
         phase = place.phase
@@ -365,7 +322,7 @@ class Recorder(dynamo.Asked):
         if self._shadow is not None and phase in (FORWARD, BACKWARD):
             where = owner.name if owner.name is not None else owner.line
             results = _tensors(result)
-            points.record(self._shadow, where, phase, func, listed, args, results, ran, lost)
+            record(self.trace, self._shadow, where, phase, func, listed, args, results, ran, lost)
         return decided if result_decided is None else result_decided
 
     def add(

@@ -1,11 +1,11 @@
-"""audit: which precision each product of a training step really had, and who decided it."""
+"""audit: which precision each product of a training step really had, and what set it."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...recipes import Recipe
+from ...recipes import OUTLIERS, Recipe
 from ..batches import call, scalar_loss, tensors
 from ..recorded import finite
-from ..report_table import aligned
-from ..unchanged import as_before
-from . import findings, lost_findings, page, sqnr_table
-from . import what_if as losses
-from .diff import Diff
-from .op import AGAIN, FORWARD, PRODUCTS, SHORT, STEP, Op, joined, readable
+from ..stats.layers import measured_layers, say_what_is_left_out
+from ..stats.suggest import PRODUCTS, REMEDIES, Sqnr, below_bar
+from ..unchanged import as_before, unchanged
+from . import findings, provenance, render
+from .noise import what_if_recipes
 from .recorder import Recorder
+from .records import Lost, Op, flops_by
 from .shadow import Shadow
-from .trace import Point
+from .trace import Diff, Point
 
 
 class Audit:
@@ -49,7 +49,7 @@ class Audit:
         sqnr: bool = False,
         what_if: Iterable[Recipe | str] = (),
     ) -> None:
-        others = losses.parse(what_if)
+        others = what_if_recipes(what_if)
         self._shadow = Shadow(model.parameters(), others) if sqnr or others else None
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._stack: contextlib.ExitStack | None = None
@@ -59,10 +59,11 @@ class Audit:
         if self._stack is not None:
             raise RuntimeError("audit: a block that has begun cannot be entered again")
         self._recorder = Recorder(self._model, self._optimizer, self._scaler, self._shadow)
-        self._stack = contextlib.ExitStack()
+        stack = contextlib.ExitStack()
         # Inside of a region of torch.autocast: what it has cast before has no known origin.
         torch.clear_autocast_cache()
-        self._stack.enter_context(self._recorder.recording())
+        stack.enter_context(self._recorder.recording())
+        self._stack = stack
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -72,72 +73,46 @@ class Audit:
             (replace(op, **vars(total)) for op, total in self._recorder.ops.items()),
             key=lambda op: -op.flops,
         )
-        self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
-        self.notes = findings.notes(self._model, self._recorder.compiled)
+        self.findings = findings.collect(self.ops, self._model, self._scaler, self._recorder)
+        self.notes = findings.notes(self._model, self._recorder)
         if self._recorder.pools:
             self.notes.append(
                 "max_pool1d of what needs no gradient has other strides in an audit: a dropout "
                 "behind it draws its mask in another order."
             )
+        trace = self._recorder.trace
         del self._recorder
         if self._shadow is not None:
-            self.findings += lost_findings.collect(self.ops)
-            self.notes += lost_findings.notes(self._shadow.not_followed)
-            self.points = self._shadow.trace.points
+            self.findings += findings.of_losses(self.ops)
+            self.notes += findings.notes_of_losses(self._shadow.not_followed)
+            self.points = trace.points
             self._shadow.clear()
 
     @property
     def flops(self) -> dict[str, int]:
-        return _share(self.ops, lambda op: op.precision)
+        return flops_by(lambda op: op.precision, self.ops)
 
     @property
     def decided(self) -> dict[str, int]:
-        """FLOPs by who decided, as `flops`."""
-        return _share(self.ops, lambda op: op.decided)
+        """FLOPs by what set the formats, as `flops`."""
+        return flops_by(lambda op: op.decided, self.ops)
 
     def __str__(self) -> str:
-        found = [*(f"- {finding}" for finding in self.findings), *self.notes]
-        if not self.flops:
-            return "\n".join([*found, self.summary()])
-        more = [] if self._shadow is None else ["", self.sqnr_table()]
-        return "\n".join([*found, self.summary(), "", self.table(), *more])
+        lines = [*(f"- {finding}" for finding in self.findings), *self.notes, self.summary()]
+        if self.flops:
+            lines += ["", self.table()]
+            if self._shadow is not None:
+                lines += ["", self.sqnr_table()]
+        return "\n".join(lines)
 
     def summary(self) -> str:
-        """The shares of precisions, and of who decided them."""
-        total = sum(self.flops.values())
-        if not total:
-            return "no products"
-        parts = [
-            ", ".join(f"{n / total:.1%} {name}" for name, n in found.items())
-            for found in (self.flops, self.decided)
-        ]
-        again = sum(op.flops for op in self.ops if op.phase == AGAIN)
-        more = f", {again / total:.1%} computed again in backward" if again else ""
-        return f"{readable(total)}FLOP{more}: {parts[0]}. Decided by: {parts[1]}"
+        """The shares of precisions, and of what set them."""
+        return render.summary(self.ops)
 
     def table(self, most: int = 40) -> str:
         """A line for each module, or line of the program, and kind of op, the one with most FLOPs
         first; at most `most` of them."""
-        lines = [["module", "op", "forward", "backward", "sum", "decided by", "FLOP", "again"]]
-        groups: dict[tuple[str, str], list[Op]] = {}
-        for op in self.ops:
-            if op.kind in PRODUCTS:
-                groups.setdefault((op.where, op.kind), []).append(op)
-        ranked = sorted(groups.items(), key=lambda item: -sum(op.flops for op in item[1]))
-        for (where, kind), ops in ranked[:most]:
-            lines.append([
-                where,
-                kind,
-                *(joined(op.precision for op in ops if (op.phase == FORWARD) == forward)
-                  for forward in (True, False)),
-                joined(SHORT.get(op.accumulation, op.accumulation) for op in ops),
-                joined(op.decided for op in ops),
-                readable(sum(op.flops for op in ops if op.phase != AGAIN)),
-                readable(sum(op.flops for op in ops if op.phase == AGAIN)) or "-",
-            ])  # fmt: skip
-        text = aligned(lines)
-        rest = len(ranked) - most
-        return "\n".join(text + ([f"and {rest} more"] if rest > 0 else []))
+        return render.table(self.ops, most)
 
     def sqnr_table(self, most: int | None = 40) -> str:
         """With sqnr=True: what each product, convolution, attention and RNN has lost, in dB of SQNR
@@ -146,10 +121,10 @@ class Audit:
         own: with the operands that it had, as they were before they were cast for it; total: in a
         whole step in FP32. x, w, g: of the casts of inputs, weights and gradients.
         """
-        return sqnr_table.table(self.ops, most)
+        return render.sqnr_table(self.ops, most)
 
     def diff(self, other: Audit | str | os.PathLike[str]) -> Diff:
-        """Find where this step and another one part by more than rounding explains: of two
+        """Find where this step and another one diverge by more than rounding explains: of two
         precisions, two versions of a program, before and after convert. Both with sqnr=True.
 
         other: an Audit, or the path of a file that `save` has written. ValueError if they have no
@@ -172,38 +147,37 @@ class Audit:
         """Write a page with the findings, a tree of modules and a table to sort and filter: one
         file, which needs no network."""
         name = title or f"Audit of {type(self._model).__name__}"
-        Path(path).write_text(page.html(self, self._model, name), encoding="utf-8")
+        page = render.html(
+            self.ops,
+            self._model,
+            name,
+            findings=self.findings,
+            notes=self.notes,
+            has_losses=bool(self.points),
+        )
+        Path(path).write_text(page, encoding="utf-8")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, with null for NaN and Inf."""
-        found = finite(self.to_dict())
-        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False))
+        content = finite(self.to_dict())
+        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False))
 
 
 def _points(audit: Audit | str | os.PathLike[str]) -> list[Point]:
     if isinstance(audit, Audit):
-        found = audit.points
+        points = audit.points
     else:
-        found = [Point.of_json(row) for row in json.loads(Path(audit).read_text())["points"]]
-    if not found:
+        points = [Point.of_json(row) for row in json.loads(Path(audit).read_text())["points"]]
+    if not points:
         raise ValueError("diff: both audits must be made with sqnr=True, and have run a product")
-    return found
+    return points
 
 
 def _row(op: Op) -> dict[str, Any]:
-    found = {**asdict(op), "precision": op.precision}
+    row = {**asdict(op), "precision": op.precision}
     for name, lost in op.lost.items():
-        found["lost"][name].update(own=lost.own, total=lost.total)
-    return found
-
-
-def _share(ops: Iterable[Op], key: Callable[[Op], str]) -> dict[str, int]:
-    """FLOPs of a step by a key, the largest first."""
-    found: Counter[str] = Counter()
-    for op in ops:
-        if op.flops and op.phase != STEP:
-            found[key(op)] += op.flops
-    return dict(found.most_common())
+        row["lost"][name].update(own=lost.own, total=lost.total)
+    return row
 
 
 def audit(
@@ -216,7 +190,7 @@ def audit(
     what_if: Iterable[Recipe | str] | Recipe | str = (),
 ) -> Audit:
     """Find which precision each matrix product, convolution, attention, RNN and reduction of
-    `model` really has, forward and backward, and who decided it.
+    `model` really has, forward and backward, and what set it.
 
         with mixprec.audit(model, optimizer=optimizer, scaler=scaler) as a:
             train_step()                        # your own: autocast, scaler, micro-batches
@@ -241,9 +215,9 @@ def audit(
 
     A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
-    Compiled models (inductor, aot_eager) are compiled again for the block, and their ops are those
-    of the graphs that run. Kernels of other libraries and NumPy are not visible. Until the block
-    ends, this thread's ops run under a dispatch mode and a function mode of torch.
+    Compiled models run uncompiled until the block ends, in all threads: see
+    `torch.compiler.set_stance`. Kernels of other libraries and NumPy are not visible. Until the
+    block ends, this thread's ops run under a dispatch mode and a function mode of torch.
 
     ValueError if the loss is not one number; TypeError for arguments that do not belong together;
     RuntimeError for torch.inference_mode inside of torch.autocast.
@@ -258,22 +232,22 @@ def audit(
         )
     if not batch and loss is not None:
         raise TypeError("audit: loss= is for a batch; in a block call backward() yourself")
-    others = (what_if,) if isinstance(what_if, (Recipe, str)) else what_if
-    found = Audit(model, optimizer, scaler, sqnr, others)
+    recipes = (what_if,) if isinstance(what_if, (Recipe, str)) else what_if
+    report = Audit(model, optimizer, scaler, sqnr, recipes)
     if not batch:
-        return found
+        return report
     arguments = batch[0] if len(batch) == 1 else batch
-    with as_before(model), _kept(tensors(batch)), found:
+    with as_before(model), _kept(tensors(batch)), report:
         output = call(model, arguments)
         output = output if loss is None else loss(output)
         value = scalar_loss("audit", output, "pass loss=, a function of the model's output")
         if value.requires_grad:
             value.backward()
     if not torch.isfinite(value):
-        found.findings.insert(0, f"the loss is {float(value.detach())}")
+        report.findings.insert(0, f"the loss is {float(value.detach())}")
     if not value.requires_grad:
-        found.notes.append("There was no backward pass: the loss needs no gradient.")
-    return found
+        report.notes.append("There was no backward pass: the loss needs no gradient.")
+    return report
 
 
 @contextlib.contextmanager
@@ -287,3 +261,100 @@ def _kept(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for t, grad in before:
             t.grad = grad
+
+
+@torch.no_grad()
+def _perturbed(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    for i, p in enumerate(other.parameters()):
+        if p.is_floating_point():
+            generator = torch.Generator(p.device).manual_seed(i)
+            away = torch.rand(p.shape, generator=generator, device=p.device) - 0.5
+            p.mul_(1 + 2.0**-7 * away)
+    return other
+
+
+def bisect(
+    model_a: nn.Module,
+    model_b: nn.Module | None,
+    *batch: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    perturb: bool = False,
+) -> Diff:
+    """Find where two models diverge that should compute the same: before and after mixprec.convert,
+    in FP32 and in bf16, of two versions of a program.
+
+        print(mixprec.bisect(model, mixprec.convert(copy.deepcopy(model), "fp8"), tokens))
+
+    One forward and backward pass of each, as in `mixprec.audit` with sqnr=True, from the same
+    random state, leaves both models as they were. What a model would compute in FP32 is compared
+    with the same of the other, so that rounding does not count, and each op with what it would
+    have returned in FP32, so that rounding that is too coarse does. See `Diff`.
+
+    perturb: with None for model_b, a copy of model_a stands for it, each weight of which is off by
+    up to 2^-8 of itself, at random: `Diff.amplifiers` has what makes more of a rounding error.
+
+    batch, loss: as in `mixprec.audit`. Ops are compared by the module that owns them, so that both
+    models need the same names. ValueError if they have no op in common.
+    """
+    if (model_b is None) != perturb:
+        raise TypeError("bisect: model_b must be None with perturb=True, and a model without it")
+    if model_b is None:
+        model_b = _perturbed(model_a)
+    first = audit(model_a, *batch, loss=loss, sqnr=True)
+    return first.diff(audit(model_b, *batch, loss=loss, sqnr=True))
+
+
+def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[str, Any]]:
+    """What every layer of `model` with a recipe loses in run(), which does one forward and backward
+    pass: {layer: {"recipe", x, w, g, y, grad_input, grad_weight, "remedy"}}, SQNRs in dB.
+
+    x, w, g: of the casts; the others of the products, against the same products in FP32 of the
+    operands before they were cast, as `Lost.own` of an audit. Those that did not run are missing.
+    remedy: for a layer below BARS, the first of REMEDIES that reaches them, measured on the same x,
+    w and g, or else the last one, as {"recipe", the SQNRs}; None for other layers. Buffers,
+    attributes of modules and torch's random state are restored; gradients are not cleared.
+    """
+    say_what_is_left_out("compare", model)
+    layers = dict(measured_layers(model))
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    audit = Audit(model, sqnr=True, what_if=REMEDIES)
+    with unchanged(model), torch.random.fork_rng(devices=devices), audit:
+        run()
+    lost: dict[str, dict[str, Lost]] = {}
+    for op in audit.ops:
+        source, _, recipe = op.decided.partition(" ")
+        if op.module in layers and source in (provenance.RECIPE, provenance.OVERRIDE):
+            for product in op.lost.keys() & {*PRODUCTS}:
+                total = lost.setdefault(op.module, {}).setdefault(product, Lost())
+                part = op.lost[product]
+                if recipe == OUTLIERS.name:  # g was cast for the other features, too
+                    kept = {role: o for role, o in part.operands.items() if role != "g"}
+                    part = replace(part, operands=kept)
+                elif product == "y" and layers[op.module].recipe.outliers:  # type: ignore[union-attr]
+                    part = replace(part, own_signal=0.0)  # that of the sum is with the outliers
+                total.add(part)
+    return {name: _judged(layers[name].recipe, lost[name]) for name in layers if name in lost}
+
+
+def _judged(recipe: Any, lost: dict[str, Lost]) -> dict[str, Any]:
+    row: dict[str, Any] = {"recipe": recipe.name, **_casts(lost)}
+    row |= {name: lost[name].own for name in PRODUCTS if name in lost}
+    row["remedy"] = None
+    if below_bar(row):
+        for remedy in REMEDIES if recipe.is_scaled else REMEDIES[1:]:
+            if remedy != recipe.name:
+                sqnrs = {name: lost[name].sqnr_if(remedy) for name in PRODUCTS if name in lost}
+                row["remedy"] = {"recipe": remedy, **sqnrs}
+                if not below_bar(sqnrs):
+                    break
+    return row
+
+
+def _casts(lost: dict[str, Lost]) -> Sqnr:
+    """Of the casts of x, w and g, each of the first product that has it."""
+    sqnrs: Sqnr = {}
+    for name in PRODUCTS:
+        for role, operand in lost[name].operands.items() if name in lost else ():
+            sqnrs.setdefault(role, operand.sqnr)
+    return {role: sqnrs[role] for role in "xwg" if role in sqnrs}

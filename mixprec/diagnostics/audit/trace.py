@@ -1,4 +1,4 @@
-"""What a step in FP32 has at each op, in a few numbers, so that two steps can be compared.
+"""What a step in FP32 has at each op, in a few numbers, and where two steps diverge.
 
 A sketch of n elements is R [4, n / 127] @ x [n / 127, 127], R of random signs: the squared distance
 of two sketches, over 4, estimates that of the tensors (Alon, Matias and Szegedy, 1996).
@@ -9,12 +9,29 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..report_table import aligned
+from . import reference
+from .ops import Arguments, Listed
+from .records import PRODUCTS, ROLES_OF, SUSPECT, Lost, product_of
+from .reference import is_float, widened
+from .shadow import Ran, Shadow
+
 _DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a column of this one
+_BIASES = {torch.ops.aten.addmm: "self"}
+_WORDS = {"x": "input", "w": "weight", "g": "gradient"}
+# Steps in FP32 that compute the same differ by less than this, or by less than so many times what
+# they differ by before, or what the rounding of weights has. Those of 12 families of models
+# differ by 2e-6, random programs by 4e-5, where the gradients of attention cancel; and from weights
+# in bf16, which change the sign of some inputs of a ReLU, by 17 times more than before.
+_SAME = 1e-4
+_GROWS = 30.0
+_ROUNDING = 12**-0.5  # the root mean square of a rounding, in units of the spacing
 
 
 @dataclass
@@ -65,16 +82,16 @@ def sketch(x: torch.Tensor) -> list[float]:
     """Of the values in the order of the elements."""
     flat = x.detach().reshape(-1)
     flat = flat.float() if flat.dtype != torch.float32 else flat
-    whole = flat.numel() // _COLUMNS
+    full = flat.numel() // _COLUMNS
     total = flat.new_zeros((_DRAWS, _COLUMNS))
-    rows = flat[: whole * _COLUMNS].view(-1, _COLUMNS)
+    rows = flat[: full * _COLUMNS].view(-1, _COLUMNS)
     for i, part in enumerate(rows.split(_ROWS)):
         total += _signs(i)[:, : part.shape[0]].to(part.device) @ part
-    rest = flat[whole * _COLUMNS :]
-    last = _signs(whole // _ROWS)[:, whole % _ROWS : whole % _ROWS + 1].to(flat.device)
+    rest = flat[full * _COLUMNS :]
+    last = _signs(full // _ROWS)[:, full % _ROWS : full % _ROWS + 1].to(flat.device)
     total[:, : rest.numel()] += last * rest
-    found: list[float] = total.flatten().tolist()
-    return found
+    numbers: list[float] = total.flatten().tolist()
+    return numbers
 
 
 def distance(a: list[float], b: list[float]) -> float:
@@ -102,3 +119,201 @@ class Trace:
         self._turns[module, phase, op] += 1
         self.points.append(Point(module, phase, op, turn, size))
         return self.points[-1]
+
+
+def record(
+    trace: Trace,
+    shadow: Shadow,
+    module: str,
+    phase: str,
+    func: Any,
+    listed: Listed,
+    given: Arguments,
+    results: list[torch.Tensor],
+    ran: Ran | None,
+    lost: Mapping[str, Lost],
+) -> None:
+    """After an op: a product, a convolution, attention or an RNN."""
+    if listed.kind not in PRODUCTS or not results or not is_float(results[0]):
+        return
+    operands = [given[name] for name in listed.operands]
+    if not all(isinstance(t, torch.Tensor) and is_float(t) for t in operands):
+        return
+    roles = [shadow.roles.get(t) or "x" for t in operands]
+    values = [_value(shadow, func, given, name) for name in listed.operands]
+    results_in_fp32 = [] if ran is None else [value for value in ran.total if value is not None]
+    if not results_in_fp32:
+        results_in_fp32 = [widened(t) for t in results if is_float(t)]
+    result = results_in_fp32[0]
+    if listed.kind in ("attention", "rnn"):  # of some of its gradients nothing may be left
+        result = torch.cat([value.reshape(-1) for value in results_in_fp32])
+    bias = given.get(_BIASES.get(func.overloadpacket, "bias"))
+    if bias is not None and bias.dim() == 1 and listed.kind == "product":
+        result = result - shadow.of_step(bias)  # other code of the same layer adds it later
+    is_product = listed.kind == "product" and [t.dim() > 1 for t in operands] == [True, True]
+    name = product_of(roles) if is_product else None
+    if name is not None and tuple(roles) != ROLES_OF[name] and result.dim() == 2:
+        roles.reverse()
+        values = [t.transpose(-1, -2) for t in reversed(values)]
+        result = result.t()
+    if name in ("y", "grad_weight"):  # [N, K] and [M, N], as they are in memory
+        at = 1 if name == "y" else 0
+        values[at] = values[at].transpose(-1, -2)
+    point = trace.point(module, phase, name or listed.kind, result.numel())
+    for role, value in zip(roles, values, strict=True):
+        point.inputs.setdefault(_WORDS[role], sketch(value))
+    if not func._schema.is_mutable:  # else with what was there before
+        point.result = sketch(result)
+    point.made, point.after = shadow.made, next(iter(shadow.not_followed), "")
+    for one in lost.values():
+        beyond, wrong = _wrong(one)
+        if beyond >= point.beyond:
+            point.beyond, point.wrong = beyond, wrong
+            point.own = math.sqrt(one.own_noise / one.own_signal) if one.own_signal else 0.0
+
+
+def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:
+    """Of an operand, in a step in FP32."""
+    known = (lambda: reference.decoded(given, name)) if func.namespace == "mixprec" else None
+    return shadow.of_step(given[name], known)
+
+
+def _wrong(lost: Lost) -> tuple[float, str]:
+    """What is least explained by rounding: the op, or the cast of an operand."""
+    errors = [(lost.beyond, "what it computes of its operands")]
+    for role, operand in lost.operands.items():
+        errors.append((operand.beyond, f"the cast of its {_WORDS[role]}"))
+    return max(errors)
+
+
+@dataclass
+class Place:
+    """An op that both steps have, and by how much their operands and results differ, each in
+    FP32, as a part of their norm; beyond: the errors of the op itself, in the one step and in the
+    other, as multiples of what rounding explains."""
+
+    module: str
+    phase: str
+    op: str
+    inputs: dict[str, float]
+    result: float
+    beyond: tuple[float, float]
+
+    def __str__(self) -> str:
+        where = self.module or "the model"
+        return where if self.op == self.phase else f"{where}, {self.op} in {self.phase}"
+
+
+class Diff:
+    """What `Audit.diff` found. str() is `said` and a table of the places around `first`.
+
+    first: the Place where the two steps diverge, or None; said: a sentence; places: all that both
+    have, in the order of the first; missing: ops that only one of them has.
+    """
+
+    def __init__(self, a: list[Point], b: list[Point]) -> None:
+        there = {point.key: point for point in b}
+        turns, others = (Counter(point.key[:3] for point in some) for some in (a, b))
+        common = [
+            (point, there[point.key])
+            for point in a
+            if point.key in there and turns[point.key[:3]] == others[point.key[:3]]
+        ]
+        unknown = next((one.after or two.after for one, two in common if one.after + two.after), "")
+        self.missing = len(a) + len(b) - 2 * len(common)
+        missing = _first_missing(common, a, b)
+        common = [(one, two) for one, two in common if not (one.after or two.after)]
+        if not common and not unknown:
+            raise ValueError(f"diff: the two steps have no op in common: {missing}")
+        self.places: list[Place] = []
+        self.first: Place | None = None
+        self.said = "the steps diverge nowhere by more than rounding explains"
+        usual = _SAME / _GROWS
+        for one, other in common:
+            place = _place(one, other)
+            self.places.append(place)
+            usual = max(usual, _ROUNDING * abs(one.made - other.made))
+            if self.first is None and (said := _said(place, one, other, _GROWS * usual)):
+                self.first, self.said = place, said
+            usual = max(usual, place.result)  # operands may be rotated, as those of nvfp4
+        self._at = 0 if self.first is None else self.places.index(self.first)
+        if unknown:
+            self.said += f"; what runs after {unknown} is not compared"
+        elif self.missing:
+            self.said += f"; {self.missing} ops are in one of them only: {missing}"
+
+    def __str__(self) -> str:
+        return f"{self.said}\n\n{self.table()}"
+
+    def amplifiers(self, most: int = 5) -> list[tuple[Place, float]]:
+        """The places whose results differ more than their operands, in relative terms, with
+        the factor, the largest first; at most `most` of them."""
+        factors = []
+        for place in self.places:
+            before = max(place.inputs.values(), default=0.0)
+            if 0 < before < place.result:
+                factors.append((place, place.result / before))
+        return sorted(factors, key=lambda one: -one[1])[:most]
+
+    def table(self, around: int | None = 6) -> str:
+        """The places around the first one, or all."""
+        start = 0 if around is None else max(self._at - around, 0)
+        stop = None if around is None else self._at + around + 1
+        lines = [["", "module", "op", "phase", "input difference", "result difference", "a", "b"]]
+        for i, place in enumerate(self.places[start:stop], start):
+            is_first = self.first is not None and i == self._at
+            worst = max(place.inputs.values(), default=0.0)
+            errors = (f"{beyond:.2g}x" for beyond in place.beyond)
+            lines.append([
+                ">" if is_first else "", place.module or "the model", place.op, place.phase,
+                f"{worst:.1e}", f"{place.result:.1e}", *errors,
+            ])  # fmt: skip
+        return "\n".join(aligned(lines, left=(0, 1, 2, 3)))
+
+
+def _place(a: Point, b: Point) -> Place:
+    inputs = {
+        role: distance(a.inputs[role], b.inputs[role]) for role in a.inputs if role in b.inputs
+    }
+    return Place(
+        a.module, a.phase, a.op, inputs, distance(a.result, b.result), (a.beyond, b.beyond)
+    )
+
+
+def _said(place: Place, a: Point, b: Point, least: float) -> str:
+    """Why two steps diverge at a place; empty if they do not."""
+    if place.result > least:
+        role = max(place.inputs, key=lambda role: place.inputs[role])
+        if place.inputs[role] > least:
+            share = f"{place.inputs[role]:.2%}"
+            return f"{place}: the steps diverge upstream: its {role} differs by {share}"
+        # Where the terms of a sum cancel, a small difference of operands is a large one of results.
+        if place.result > _GROWS * place.inputs[role] * _condition(a):
+            share = f"{place.result:.2%}"
+            return (
+                f"{place}: the steps diverge here: of equal operands its result differs by {share}"
+            )
+    for name, point in (("first", a), ("second", b)):
+        if point.beyond > SUSPECT:
+            wrong = f"{point.wrong} is off by {point.beyond:.3g} times what rounding explains"
+            if math.isinf(point.beyond):
+                wrong = f"{point.wrong} has Inf or NaN where FP32 has none"
+            return f"{place}: in the {name} step {wrong}"
+    return ""
+
+
+def _condition(point: Point) -> float:
+    """|a| |b| / |a @ b| of a product, in Frobenius norms; 1 of other ops."""
+    norms = [math.hypot(*values) for values in point.inputs.values()]
+    size = math.hypot(*point.result)
+    return max(norms[0] * norms[1] / size, 1.0) if len(norms) == 2 and size > 0 else 1.0
+
+
+def _first_missing(common: list[tuple[Point, Point]], *steps: list[Point]) -> str:
+    for place, (name, points) in enumerate(zip(("first", "second"), steps, strict=True)):
+        compared = {id(pair[place]) for pair in common}
+        for point in points:
+            if id(point) not in compared:
+                where = point.module or "the model"
+                return f"{where}, {point.op} in {point.phase}, of the {name}"
+    return "none"

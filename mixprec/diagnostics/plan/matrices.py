@@ -12,7 +12,7 @@ from ...nn.conv import Convolution
 from ...nn.kinds import layer_for
 from ...nn.linear import Conv1D, Linear
 from ...recipes import GEMMS, Recipe
-from ..audit.what_if import cast
+from ..audit.noise import cast
 from ..stats.layers import as_operand
 
 

@@ -30,9 +30,8 @@ from torch import nn
 
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
-from ..audit.lost import power
-from ..audit.op import BACKWARD
-from ..audit.op import FORWARD as FORWARD_PASS
+from ..audit.records import BACKWARD, power
+from ..audit.records import FORWARD as FORWARD_PASS
 from ..audit.report import Audit
 from .matrices import Matrices
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...recipes import GEMMS
-from ..audit.op import readable
+from ..audit.records import readable
 from ..report_table import aligned
 
 if TYPE_CHECKING:

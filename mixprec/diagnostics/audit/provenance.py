@@ -1,23 +1,33 @@
-"""Who decided the dtype of a tensor: the provenance of casts."""
+"""Which module, or which line of the program, runs an op, and what has set dtypes of tensors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.nn import functional
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.nn import functional, utils
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _originals
 from ..._modes import Mode, nor_below, not_compiled, run_backward
+from ...nn._region import Region
+from ...recipes import Recipe
 from .patches import Patch
 
+_REGION = Region.__torch_function__.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_LIBRARIES = tuple(f"{name}." for name in ("torch", "mixprec", "contextlib"))
 _POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
-AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of them
+TENSOR_DTYPE = "tensor dtype"  # the dtype of parameters, inputs and what is computed of them
 AUTOCAST = "torch.autocast"
 CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
 TORCH = "torch"  # inside of one of its functions
@@ -37,6 +47,98 @@ _ATTENTION = (
 )
 TO_COPY = torch.ops.aten._to_copy.default
 COPIES = (TO_COPY, torch.ops.aten.clone.default)
+
+
+class Owner(NamedTuple):
+    """name: a module's path in the model, "" for the model itself, None for none of its modules;
+    kind: the module's class; line: the file and line of the program that called the op."""
+
+    name: str | None
+    kind: str
+    line: str
+
+    @property
+    def where(self) -> str:
+        """For a finding about a line of code: in the model itself, the line says more."""
+        return self.name or self.line or self.kind
+
+
+class Owners:
+    """Looks up the owner of what the current thread runs.
+
+    The module is the innermost one whose `forward` runs, known by its frame, or by that of torch's
+    code that calls it: no hook, which would keep fused layers from running as they do without one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # A module under several names has the first.
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model, self._modules = model, dict(model.named_modules())
+        # A forward may be called without torch's code.
+        kinds = {type(module) for module in model.modules()}
+        forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
+        unwrapped = (inspect.unwrap(f) for f in forwards if isinstance(f, FunctionType))
+        codes = (f.__code__ for f in unwrapped if isinstance(f, FunctionType))
+        # By id: code that Dynamo makes may have no hash.
+        self._forwards = {id(code): code.co_varnames[0] for code in codes if code.co_argcount}
+        self._paths: dict[tuple[str, str], str | None] = {}
+        self._watched: dict[int, str] = {}
+        self.called: dict[str, None] = {}  # in the order of the first calls
+        self.regions: set[str] = set()
+
+    def watch(self, scaler: Any) -> None:
+        """Note in `called` which methods of a GradScaler run ops, and "clip" for what clips."""
+        for name in ("scale", "step", "get_scale", "unscale_", "update"):
+            # Methods with one decorator share the code around them.
+            self._watched[id(inspect.unwrap(getattr(type(scaler), name)).__code__)] = name
+        for clip in (utils.clip_grad_norm_, utils.clip_grad_value_):
+            self._watched[id(inspect.unwrap(clip).__code__)] = "clip"
+
+    def find(self) -> Owner:
+        """During a backward pass, only of what a checkpoint computes again and of hooks."""
+        frame: FrameType | None = sys._getframe(1)
+        line = ""
+        while frame is not None and frame.f_code is not _ENGINE:
+            code = frame.f_code
+            if code in _originals.CALLERS or id(code) in self._forwards:
+                argument = "self" if code in _originals.CALLERS else self._forwards[id(code)]
+                module = frame.f_locals.get(argument)
+                name = self._names.get(id(module))
+                if name is not None:
+                    return Owner(name, type(module).__name__, line)
+            elif id(code) in self._watched:
+                self.called.setdefault(self._watched[id(code)])
+            elif code is _REGION:
+                inside = frame.f_locals["self"].inside
+                if isinstance(inside, Recipe):
+                    self.regions.add(inside.name)
+            elif not line and not _is_library(frame):
+                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return Owner(None, "", line)
+
+    def module(self, owner: Owner) -> nn.Module | None:
+        return None if owner.name is None else self._modules[owner.name]
+
+    def layer(self, owner: Owner, path: str) -> Owner:
+        """The layer of mixprec with this `name`, which `owner` runs as a part of itself."""
+        if not path or owner.name is None:
+            return owner
+        inside = owner.name, path
+        if inside not in self._paths:
+            module = self._model.get_submodule(owner.name)
+            names = (n for n, m in module.named_modules() if vars(m).get("_path") == path)
+            self._paths[inside] = next(names, None)
+        inner = self._paths[inside]
+        if not inner:
+            return owner
+        name = f"{owner.name}.{inner}" if owner.name else inner
+        return owner._replace(name=name, kind=type(self._model.get_submodule(name)).__name__)
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = f"{frame.f_globals.get('__name__', '')}."
+    return name.startswith(_LIBRARIES)
 
 
 class _Call(NamedTuple):
@@ -89,6 +191,9 @@ class Calls(Mode):
         self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
         self.autocast_on.update(autocast)
         try:
+            if isinstance(func, HigherOrderOperator) and (run := _uncompiled(func)) is not None:
+                with self:
+                    return run(*args, **kwargs)
             if func not in _originals.BACKWARD:
                 return func(*args, **kwargs)
             self.call = before  # a checkpoint computes functions again, which are to be seen
@@ -102,6 +207,25 @@ class Calls(Mode):
                 self.gradients.clear()
 
 
+def _uncompiled(func: HigherOrderOperator) -> Callable[..., Any] | None:
+    """The same of ops. torch compiles these functions also in eager mode: Dynamo makes inputs of
+    the tensors that their Python functions use, and else those get no gradient."""
+
+    def cond(condition: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
+        return (if_true if condition else if_false)(*operands)
+
+    def flex_attention(*args: Any, **kwargs: Any) -> Any:
+        kind, tensors = args[0].device.type, args[:3]
+        if torch.is_autocast_enabled(kind):
+            tensors = tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+        dense = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+        with torch.autocast(kind, enabled=False):
+            return dense(*tensors, *args[3:], **kwargs)
+
+    return {"cond": cond, "flex_attention": flex_attention}.get(func.name())
+
+
+_CALL_HIGHER_ORDER = HigherOrderOperator.__call__.__code__
 _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 
@@ -113,6 +237,9 @@ def _has_torch_function(args: Any) -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     if not modes or not all(isinstance(mode, Calls) for mode in modes):
         return _HAS_TORCH_FUNCTION(args)
+    caller = sys._getframe(1)  # these functions run no code that asks for a fast path
+    if caller.f_code is _CALL_HIGHER_ORDER and _uncompiled(caller.f_locals["self"]) is not None:
+        return torch._C._is_torch_function_mode_enabled()
     with contextlib.ExitStack() as stack:
         for _ in modes:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -127,7 +254,7 @@ NOT_ASKED = Patch(
 
 
 class Provenance:
-    """The reason for the dtype of each tensor that ops return, if it is not `AS_MADE`."""
+    """The reason for the dtype of each tensor that ops return, if it is not `TENSOR_DTYPE`."""
 
     def __init__(self, calls: Calls, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._calls = calls
@@ -138,25 +265,13 @@ class Provenance:
         for name, p in params:
             self._params[p], self._weights[p] = None, name
 
-    def reason(self, value: Any) -> str:
-        """Of an argument of compiled code."""
-        return self._reasons.get(value, AS_MADE) if isinstance(value, torch.Tensor) else AS_MADE
-
-    def is_parameter(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value in self._params
-
-    def know(self, result: torch.Tensor, reason: str) -> None:
-        """Of compiled code."""
-        if reason != AS_MADE and result.is_floating_point():
-            self._reasons[result] = reason
-
     def decided(self, operands: list[torch.Tensor]) -> str:
         """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to
         which the others were fitted; else what the largest operand has."""
         if any(self._reasons.get(t) == AUTOCAST for t in operands):
             return AUTOCAST
         if any(t in self._params for t in operands):
-            return AS_MADE
+            return TENSOR_DTYPE
         return self._largest_reason(operands)
 
     def weight(self, value: Any) -> str:
@@ -168,7 +283,7 @@ class Provenance:
 
     def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        return AS_MADE if largest is None else self._reasons.get(largest, AS_MADE)
+        return TENSOR_DTYPE if largest is None else self._reasons.get(largest, TENSOR_DTYPE)
 
     def note(
         self,
@@ -199,7 +314,7 @@ class Provenance:
                 self._weights[t] = name
         if reason is None:
             reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
-        if reason != AS_MADE:
+        if reason != TENSOR_DTYPE:
             for t in outputs:
                 if t.is_floating_point():
                     self._reasons[t] = reason
