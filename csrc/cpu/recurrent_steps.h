@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/gemm_output.h"
+#include "math/recurrent.h"
 
 namespace mixprec::cpu {
 
