@@ -220,7 +220,7 @@ def outcome(m: Mutant, root: Path, tests: Tests) -> str:
         if compiled and run(root, "setup.py", "build_ext", "--inplace", folder="."):
             return "not compiled"
         killed = args and run(root, *PYTEST, "-x", *args, limit=limit, **env)
-        return "killed" if killed else "survived"
+        return "killed" if killed else "survived" if args else "survived, not called"
     finally:
         (root / file).write_text(text, "latin-1")
 
@@ -237,7 +237,7 @@ def main(base: str, n: str, seed: str, workers: str, only: str, paths: str) -> N
         count[what] += 1
         first, last = (text.count("\n", 0, at) + 1 for at in (start, end))
         print(f"{what}: {file}:{first}: {kind}", flush=True)
-        for said in (text, text[:start] + new + text[end:]) if what == "survived" else ():
+        for said in (text, text[:start] + new + text[end:]) if what[:3] == "sur" else ():
             shown = said.split("\n")[first - 1 : last + said.count("\n") - text.count("\n")]
             print("  " + "\n  ".join(shown), flush=True)
 
