@@ -17,7 +17,7 @@ ARGS ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table versions docs notebooks wheel wheel-check clean
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels mutate test-all integrations-table versions docs notebooks wheel wheel-check clean
 .NOTPARALLEL:
 # How .venv, or the environment of PYTHON, gets what a command needs; and make cuda.
 include .ci/environment.mk .ci/cuda.mk
@@ -80,6 +80,14 @@ integrations-table: needs-integrations $(READY)
 #:               (ARGS="3.13-2.15": with these), in build/versions/; writes that table
 versions: needs-build $(READY)
 	@$(RUN) ../../.ci/versions.py $(ARGS)
+
+#: make mutate BASE=REV  plant wrong variants of the lines that differ from that revision, run the
+#:              tests that reach each, print those that no test sees (N=20 SEED=1: so many, drawn at
+#:              random; ONLY="mixprec/optim csrc": of these files; TESTS=tests/training: these tests)
+mutate: needs-test $(READY)
+	@$(if $(BASE),,echo "make mutate: BASE must be a revision, such as BASE=main" >&2; exit 2;) \
+	  $(RUN) ../../.ci/mutate.py "$(BASE)" "$(N)" "$(SEED)" "$(WORKERS)" \
+	  "$(or $(ONLY),mixprec triton_kernels csrc)" "$(or $(TESTS),$(QUICK:../../%=%))"
 
 #: make test-all     run all of these, and the casts of every input
 test-all:

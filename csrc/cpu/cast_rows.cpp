@@ -4,7 +4,7 @@
 
 #include "arguments/check.h"
 #include "cpu/scratch.h"
-#include "cpu/simd/loops.h"
+#include "cpu/simd/block_cast.h"
 #include "math/scale.h"
 
 namespace mixprec::cpu {

@@ -1,4 +1,6 @@
 // cross_entropy and cross_entropy_backward.
+#include "math/cross_entropy.h"
+
 #include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"

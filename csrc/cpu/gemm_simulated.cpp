@@ -1,6 +1,7 @@
 // gemm_simulated: gemm with the products and sums of a GPU's tensor cores.
 #include "arguments/check.h"
 #include "cpu/gemm_arguments.h"
+#include "math/tensor_core.h"
 
 namespace mixprec::cpu {
 

@@ -5,7 +5,7 @@
 #include "arguments/block_formats.h"
 #include "arguments/check.h"
 #include "cpu/quantize_blocks.h"
-#include "cpu/simd/loops.h"
+#include "cpu/simd/block_cast.h"
 
 namespace mixprec::cpu {
 

@@ -1,8 +1,9 @@
 // adamw_, sgd_, lion_ and muon_direction_: the parallel loop over all params. The formulas are the
 // rules in csrc/math.
+#include "cpu/simd/step.h"
+
 #include "arguments/update_lists.h"
 #include "cpu/parallel.h"
-#include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
 

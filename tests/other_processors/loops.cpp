@@ -1,14 +1,12 @@
 // A digest of what each loop of level `base` computes, a line each: the same lines have to come
 // from every processor. It needs neither torch nor Python, so that it runs in an emulator.
-#include "cpu/simd/loops.h"
-
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "math/mx.h"
+#include "cpu/simd/formulas.h"
 
 using namespace mixprec;
 using namespace mixprec::cpu;

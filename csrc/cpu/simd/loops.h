@@ -6,16 +6,27 @@
 
 #include "attention.h"
 #include "dispatch.h"
-#include "math/activation.h"
-#include "math/adamw.h"
-#include "math/cross_entropy.h"
-#include "math/lion.h"
-#include "math/muon_direction.h"
-#include "math/mx.h"
-#include "math/sgd.h"
-#include "math/tensor_core.h"
+
+// What a formula is given is only named here: who includes this is not compiled again when a
+// formula changes. Who calls a loop includes the header of its formula, step.h or block_cast.h.
+namespace mixprec {
+enum class Activation : int32_t;
+enum class BlockFormat : int32_t;
+struct AdamW;
+struct CrossEntropyRow;
+struct Lion;
+struct MuonDirection;
+struct Sgd;
+struct Softcap;
+struct TensorCore;
+template <class Rule>
+struct StepConstants;
+}  // namespace mixprec
 
 namespace mixprec::cpu {
+
+struct BlockCastRule;
+struct StepArrays;
 
 template <int...>
 struct Indices {};
@@ -76,21 +87,6 @@ struct Epilogue {
   const float* bias;         // [cols], or null
 };
 
-enum class Master { none, real, remainder_16, remainder_8 };  // the last two beside a bf16 param
-
-// One param and the arrays updated with it, all in one memory order.
-struct StepArrays {
-  Dtype param_dtype, grad_dtype, state_dtype[2];
-  Master master_kind;
-  bool stochastic;  // stochastic rounding of the param
-  void* param;
-  const void* grad;
-  void* state[2];             // null where there is none; u8: of signed and of unsigned codes
-  float* scale[2];            // of a state in u8, one per 256 elements
-  void* master;               // null if there is none
-  int64_t seed, step, index;  // of the random bits
-};
-
 // Elements [begin, end) of one param; begin is a multiple of 8.
 template <class Rule>
 using StepLoop = void (*)(const StepArrays&, int64_t begin, int64_t end, int variant,
@@ -106,16 +102,6 @@ struct PackArrays {
   bool streams;   // y is too large to stay in the caches
   uint8_t* codes;
   Bf16* ranges;  // minimum and step of each group
-};
-
-// A cast to a block format.
-struct BlockCastRule {
-  Dtype x_dtype;
-  BlockFormat format;
-  ScaleRule scale;
-  bool stochastic;
-  uint64_t seed;
-  uint32_t stream;  // 0 for x, 1 for its transpose
 };
 
 struct RowStatistics {

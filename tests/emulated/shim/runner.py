@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -34,41 +35,60 @@ SCHEDULER = HERE / "scheduler.cpp"
 # Kernels access elements as 16-byte words: nvcc does not use strict aliasing, g++ would.
 FLAGS = f"""-std=c++20 -ffp-contract=off -fno-strict-aliasing -fPIC -I{HERE}
     -Wall -Wextra -Werror -Wno-unknown-pragmas""".split()
-SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 # csrc/dispatch.h: enum class Dtype
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8]
 DTYPES += [torch.int16, torch.int8, None]
 
 
-def sources(csrc: Path = CSRC) -> list[Path]:
-    """What any of the compiled programs may include."""
-    folders = (csrc, HERE, HERE.parent / "hopper", HERE.parent / "device")
-    return sorted(path for f in folders for path in f.rglob("*") if path.suffix in SUFFIXES)
+def included(words: Sequence[str], csrc: Path) -> list[str]:
+    """The files of this repository that a compilation reads; those of csrc as `csrc/...`, since a
+    test may compile a copy of it."""
+    rules = subprocess.run([*words, f"-I{csrc}", "-MM"], capture_output=True, text=True).stdout
+    paths = {Path(path).resolve() for path in re.findall(r"(?<=\s)/\S+", rules)}
+    return sorted(
+        f"csrc/{path.relative_to(csrc)}" if path.is_relative_to(csrc) else str(path)
+        for path in paths
+    )
+
+
+def digest(start: str, files: Sequence[str], csrc: Path) -> str:
+    """Of a text and the contents of files; another one if a file is gone."""
+    total = hashlib.sha256(start.encode())
+    for name in files:
+        path = csrc / name.removeprefix("csrc/")
+        total.update(name.encode() + (path.read_bytes() if path.exists() else b""))
+    return total.hexdigest()[:16]
 
 
 def compile_(command: Sequence[str | Path], suffix: str, csrc: Path = CSRC) -> Path:
-    """The result of `g++ FLAGS command -o ...`, compiled unless these very sources were before."""
+    """The result of `g++ FLAGS command -o ...`, compiled unless the files that it reads, which are
+    listed beside the results, are as they were before."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise RuntimeError("the kernels of csrc/cuda are tested with g++: apt-get install g++")
     words = [compiler, *FLAGS, *map(str, command)]
-    key = hashlib.sha256(subprocess.check_output([compiler, "--version"]))
-    key.update(" ".join(words).encode())  # without csrc, of which only the contents count
-    for path in (*sources(csrc), *(word for word in command if isinstance(word, Path))):
-        key.update(path.name.encode() + path.read_bytes())
-    target = BUILD / f"{key.hexdigest()[:16]}{suffix}"
+    csrc = csrc.resolve()
+    version = subprocess.check_output([compiler, "--version"], text=True)
+    start = digest(version + " ".join(words), (), csrc)  # an object has a name of its own
     BUILD.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as lock:  # another test process may compile it
+    listed = BUILD / f"{start}.read"
+    with (BUILD / f"{start}.lock").open("w") as lock:  # another test process may compile it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target
-        partial = target.with_suffix(f".partial{suffix}")
-        words += [f"-I{csrc}", "-o", str(partial)]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-4000:]}")
-        partial.replace(target)
+        if listed.exists():
+            target = BUILD / f"{digest(start, listed.read_text().split(), csrc)}{suffix}"
+            if target.exists():
+                return target
+        files = included(words, csrc)
+        target = BUILD / f"{digest(start, files, csrc)}{suffix}"
+        if not target.exists():
+            partial = target.with_suffix(f".partial{suffix}")
+            words += [f"-I{csrc}", "-o", str(partial)]
+            done = subprocess.run(words, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-4000:]}")
+            partial.replace(target)
+        listed.write_text("\n".join(files))
     return target
 
 

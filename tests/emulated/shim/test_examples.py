@@ -1,6 +1,5 @@
 """The comparison before a CUDA kernel is first used, with the kernels on the shim: results begin at
-16-byte boundaries, as those of a GPU do. Faults of the vector paths alone, in ../../faults, show
-that the examples reach them."""
+16-byte boundaries, as those of a GPU do."""
 
 from __future__ import annotations
 
