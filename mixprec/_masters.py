@@ -10,11 +10,12 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _master_forms as forms
@@ -75,12 +76,38 @@ def find(param: torch.Tensor) -> Record | None:
     """The record of a parameter, if it has one."""
     record = vars(param).get(_NAME)
     if record is None:
-        for module in list(_modules):
-            for name, its in vars(module)[_NAME].records.items():
-                if module._parameters.get(name) is param:
-                    vars(param)[_NAME] = its
-                    return its
+        for module, name, its in _places():
+            if module._parameters.get(name) is param:
+                vars(param)[_NAME] = its = _not_of_another(param, its)
+                return its
     return record
+
+
+def _places() -> Iterator[tuple[nn.Module, str, Record]]:
+    for module in list(_modules):
+        if (entries := vars(module).get(_NAME)) is not None:  # None: while it is copied
+            yield from ((module, name, its) for name, its in entries.records.items())
+
+
+def _not_of_another(param: torch.Tensor, record: Record) -> Record:
+    """The record, or a copy of it where another parameter has it: the two were tied before."""
+    for module, name, its in _places():
+        other = module._parameters.get(name)
+        if other is None or other is param or vars(other).get(_NAME, its) is not record:
+            continue
+        # A remainder fits any values: of others it is not.
+        if "remainder" in record and not _equal(param, other):
+            return {}
+        return {
+            n: v.clone() if isinstance(v, torch.Tensor) else v
+            for n, v in record.items()
+            if n != "optimizer"
+        }
+    return record
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not a.is_meta and not b.is_meta and torch.equal(local(a), local(b).to(a.device))
 
 
 def keep(
@@ -98,12 +125,19 @@ def keep(
     else:
         record.update(forms.cut_off(values, param.detach()))
     _attach(param, record)
+    follow(param, places)
+    _Counter.value += 1
+
+
+def follow(param: torch.Tensor, places: Collection[tuple[nn.Module, str]]) -> None:
+    """Enter the record into the modules that have the parameter; without one, an empty one."""
+    if (record := find(param)) is None:
+        _attach(param, record := {})
     for module, name in places:
         if _NAME not in vars(module):
             vars(module)[_NAME] = Entries(module)
             module.register_load_state_dict_pre_hook(_before_loading)
         vars(module)[_NAME].records[name] = record
-    _Counter.value += 1
 
 
 def _attach(param: torch.Tensor, record: Record) -> None:
@@ -112,6 +146,13 @@ def _attach(param: torch.Tensor, record: Record) -> None:
     if not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_before_a_step)
+        register_module_parameter_registration_hook(_at_a_new_place)
+
+
+def _at_a_new_place(module: nn.Module, name: str, param: torch.Tensor | None) -> None:
+    """A hook of all modules: a parameter may move, as into a parametrization."""
+    if param is not None and find(param) is not None:
+        follow(param, [(module, name)])
 
 
 def forget(param: torch.Tensor) -> None:
@@ -173,7 +214,9 @@ def is_followed(param: torch.Tensor) -> bool:
     if not record.keys() >= {"master", "optimizer"} or "other" in record:
         return True
     forms.place(param, record)
-    return p.dtype not in LOW_PRECISION or bool(forms.same(p, record["master"]).all())
+    if p.dtype not in LOW_PRECISION or "master" not in record:  # it had another shape
+        return True
+    return bool(forms.same(p, record["master"]).all())
 
 
 def put(param: torch.Tensor, form: str, values: torch.Tensor, **marks: Any) -> None:
@@ -255,12 +298,15 @@ def _before_loading(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
 ) -> None:
     """A hook of load_state_dict: FP32 values that are loaded become the master."""
-    for name, record in vars(module)[_NAME].records.items():
+    for name, its in vars(module)[_NAME].records.items():
         value, param = state_dict.get(prefix + name), module._parameters.get(name)
         if not isinstance(value, torch.Tensor) or param is None or value.is_meta:
             continue
         if value.shape != param.shape:
             continue
+        # An optimizer that was copied before its model has given the parameter a record.
+        record = find(param)
+        record = its if record is None else record
         _Counter.value += 1
         wide = value.dtype in _WIDE
         if param.dtype in _WIDE or (wide and metadata.get("assign_to_params_buffers")):

@@ -165,13 +165,13 @@ def cast_parameters(
         has_master = bool(_masters.find(param))
         is_done |= param.dtype == target and not has_master  # else float() has left it rounded
         if is_done or param.dtype not in _CASTABLE:
+            if keep_masters and is_done and target in LOW_PRECISION:
+                _masters.follow(param, places[param])
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
         exact = _masters.values_of(param) if has_master else param.data
-        # {}: an exact value of the dtype that it had, of which the new one may lack bits.
-        knows_more = _masters.find(param) is not None or param.dtype not in LOW_PRECISION
         param.data = exact.to(target)
-        if keep_masters and target in LOW_PRECISION and knows_more:
+        if keep_masters and target in LOW_PRECISION:
             _masters.keep(param, exact, places[param])
         else:
             _masters.forget(param)

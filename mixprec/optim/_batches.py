@@ -131,6 +131,8 @@ class Batches:
 
     def remember(self) -> None:
         """Call after the step: later writes to the params are made by other code."""
+        if self._changes != _masters.changes():  # also of groups that had no gradients
+            self._known = {}
         for g, known in self._current.items():
             self._known[g] = known._replace(versions=[p._version for p in known.data])
         self._current = {}

@@ -13,9 +13,10 @@ import torch
 from cases import normal
 from ranks import on_ranks
 from torch import nn
+from torch.nn.utils import parametrize
 
 import mixprec
-from mixprec import cast_parameters
+from mixprec import _masters, cast_parameters
 from mixprec.optim import SGD, Adam, AdamW, Masters, Muon, fp32_state_dict
 
 R16: dict[str, Any] = {"master_weights": "remainder16"}
@@ -401,3 +402,115 @@ def test_a_checkpoint_in_16_bits_continues_in_fp32(tmp_path: Path) -> None:
         mixprec.save_checkpoint(path, model=low, optimizer=optimizer)
         mixprec.load_checkpoint(path, model=wide, optimizer=its, convert_dtype=True)
         assert torch.equal(wide.weight, fp32_state_dict(low)["weight"])
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _replace(model: _Tied) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def _assign(model: _Tied) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _cast_again(model: _Tied) -> None:
+    cast_parameters(model, torch.float32)
+    _replace(model)
+    cast_parameters(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("untie", [_replace, _assign, _cast_again])
+@pytest.mark.parametrize("form", ["fp32", "remainder16"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_weight_that_is_no_longer_tied_has_a_master_of_its_own(
+    untie: Any, form: str, copied: bool
+) -> None:
+    model = cast_parameters(_Tied(), torch.bfloat16)
+    untie(model)
+    model = copy.deepcopy(model) if copied else model
+    before = fp32_state_dict(model)
+    optimizer = SGD(model.parameters(), lr=1e-4, master_weights=form)
+    for _ in range(10):
+        model.embed.weight.grad = torch.ones_like(model.embed.weight)
+        model.head.weight.grad = -torch.ones_like(model.head.weight)
+        optimizer.step()
+    after = fp32_state_dict(model)
+    for name, sign in (("embed.weight", -1), ("head.weight", 1)):
+        torch.testing.assert_close(after[name] - before[name], torch.full((8, 8), sign * 1e-3))
+
+
+@pytest.mark.parametrize("second", ["fp32", "remainder16"])
+def test_a_second_optimizer_sees_the_steps_of_groups_without_gradients_before(second: str) -> None:
+    a, b = (nn.Parameter((torch.rand(64) + 1).bfloat16()) for _ in range(2))
+    first = SGD([{"params": [a]}, {"params": [b]}], lr=1e-4, master_weights="remainder16")
+    other = SGD([a, b], lr=1e-4, master_weights=second)
+    right = a.detach().float()
+    for optimizer, with_a in ((first, 1), (other, 0), (first, 0), *[(first, 1)] * 5, (other, 1)):
+        a.grad, b.grad = (torch.ones_like(a) if with_a else None), torch.ones_like(b)
+        optimizer.step()
+        right -= 1e-4 * with_a
+    torch.testing.assert_close(_masters.values_of(a), right)
+
+
+def _loads_fp32(model: nn.Module, optimizer: SGD, p: torch.Tensor, name: str) -> None:
+    """FP32 values that round to nearly the same 16 bits become the master."""
+    new = _masters.values_of(p) + torch.randn(p.shape) * 2e-4
+    model.load_state_dict({name: new})
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(_masters.values_of(p), new)
+
+
+def test_fp32_values_are_loaded_after_an_optimizer_was_copied_before_its_model() -> None:
+    model = cast_parameters(nn.Linear(64, 64, bias=False), torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    optimizer, model = copy.deepcopy((optimizer, model))
+    _loads_fp32(model, optimizer, model.weight, "weight")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_parameter_keeps_its_master_in_another_place(copied: bool) -> None:
+    model = cast_parameters(nn.Linear(64, 64, bias=False), torch.bfloat16)
+    model = copy.deepcopy(model) if copied else model
+    parametrize.register_parametrization(model, "weight", nn.Identity())
+    name = "parametrizations.weight.original"
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    p = model.parametrizations.weight.original  # type: ignore[union-attr]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    twin = copy.deepcopy(model)
+    assert torch.equal(fp32_state_dict(twin)[name], fp32_state_dict(model)[name])
+    _loads_fp32(model, optimizer, p, name)
+
+
+def test_a_model_in_16_bits_keeps_its_masters_once_it_is_cast() -> None:
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    cast_parameters(model, torch.bfloat16)
+    twin = copy.deepcopy(model)
+    assert torch.equal(fp32_state_dict(twin)["weight"], fp32_state_dict(model)["weight"])
+    _loads_fp32(model, optimizer, model.weight, "weight")
+
+
+def test_a_cast_from_fp16_keeps_the_bits_that_bf16_lacks() -> None:
+    model = nn.Linear(64, 64).half()
+    before = {name: p.detach().float() for name, p in model.named_parameters()}
+    after = fp32_state_dict(cast_parameters(model, torch.bfloat16))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_model_that_holds_its_optimizer_is_copied() -> None:
+    model = cast_parameters(nn.Linear(8, 8), torch.bfloat16)
+    model.optimizer = SGD(model.parameters(), lr=1e-4)
+    before = fp32_state_dict(model)
+    assert torch.equal(fp32_state_dict(copy.deepcopy(model))["weight"], before["weight"])
