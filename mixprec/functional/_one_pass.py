@@ -11,7 +11,7 @@ from ..ops._dispatch import checks
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
-from ..ops.rotary import rotary as run
+from ..ops.rotary import rotary as rotated
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 
@@ -81,14 +81,14 @@ class _Rotary(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.backend = interleaved, context.backend
-        return run(x, cos, sin, interleaved)
+        return rotated(x, cos, sin, interleaved)
 
     @staticmethod
     @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # By the function where it is to be differentiated again.
-        turn = _Rotary.apply if torch.is_grad_enabled() else run
+        turn = _Rotary.apply if torch.is_grad_enabled() else rotated
         return turn(g, cos, -sin, ctx.interleaved), None, None, None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
+from dataclasses import fields
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,12 +14,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..functional._loss import Loss
+from ..nn._content import content_of, undecorated
+from ..nn._known_functions import RENAMES
 from ..nn.linear import Linear
 from ..nn.linear_cross_entropy import head_loss
-from . import transformers_classes as names
-from .fused_transformers import VERSIONS, place
 
-_CAUSAL = [place(entry) for entry in names.CAUSAL.split()]
+# The contents of forward passes whose logits are lm_head(model(...).last_hidden_state), all of
+# which go to loss_function with the labels, and nowhere else but into the output: of classes of
+# transformers 5.24, and of 5.23.
+_FORWARDS = ("079347216da69ac5", "5ef728a2081d38b1")
+# That of a wrapper, which makes the output a tuple if return_dict is False.
+_CAN_RETURN_TUPLE = "a340b410263a2b13"
+_FIELDS = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
 _CROSS_ENTROPY = loss_utils.fixed_cross_entropy
 _FUSED: set[type] = set()
 
@@ -38,8 +45,8 @@ def fuse_loss(model: Any) -> Any:
     in training, such as TRL's SFTTrainer.
 
     TypeError for a model whose class is not known to compute its loss so (Llama, Mistral, Qwen,
-    Phi, OLMo and others: `transformers_classes.CAUSAL`), with its own methods, and with a head that
-    `mixprec.convert` has converted.
+    Phi, OLMo and others are, by the content of their forward pass), and for one whose head
+    `mixprec.convert` has not converted.
     """
     kind: Any = type(model)
     if kind in _FUSED:
@@ -47,7 +54,7 @@ def fuse_loss(model: Any) -> Any:
     if not _is_known(kind):
         raise TypeError(
             "fuse_loss: model must be a causal language model that is known here, such as "
-            f"LlamaForCausalLM of transformers {' or '.join(VERSIONS)}, got {kind.__name__}"
+            f"LlamaForCausalLM of transformers, got {kind.__name__}"
         )
     if not isinstance(model.lm_head, Linear):
         raise TypeError(
@@ -74,7 +81,7 @@ def _fused(kind: Any) -> type:
             given["use_cache"] = False
         outputs = self.model(**given)
         loss = _loss(self.lm_head, outputs.last_hidden_state, labels, **given)
-        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        rest = {name: value for name, value in outputs.items() if name in _FIELDS}
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
@@ -134,11 +141,7 @@ def _loss(
 
 
 def _is_known(kind: Any) -> bool:
-    """Whether it is a class of the table, with the forward pass that its module defines."""
-    version = sys.modules["transformers"].__version__
-    for path, name in _CAUSAL if ".".join(version.split(".")[:2]) in VERSIONS else ():
-        module = sys.modules.get(f"transformers.{path}")
-        found: Any = getattr(module, name, None)
-        if found is not None and found is kind:
-            return inspect.unwrap(found.forward).__globals__ is vars(module)
-    return False
+    """Whether the class itself defines a forward pass of these contents."""
+    forward = vars(kind).get("forward")
+    function, _ = undecorated(forward, {RENAMES, _CAN_RETURN_TUPLE})
+    return isinstance(function, FunctionType) and content_of(function).digest in _FORWARDS

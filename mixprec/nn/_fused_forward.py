@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._originals import CALLERS
-from .known import load_tables
+from .known import known_by_content
 
 
 class FusedForward:
@@ -63,8 +63,11 @@ class FusedForward:
         """For trainers that look up the arguments of a model."""
         return inspect.signature(type(self.module).forward.__get__(self.module))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": known_by_content({type(m) for m in self.module.modules()})}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        load_tables()  # in a process that has not called convert
+        known_by_content(state.pop("known"))  # before the model is compiled
         vars(self).update(state)
 
 

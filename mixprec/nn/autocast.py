@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -110,6 +111,12 @@ class autocast(_region.Region):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __call__(self, function: Function) -> Function:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"autocast: {function.__qualname__} is a generator function or a coroutine, whose "
+                "body runs after the call and is not decorated: enter the region inside of it"
+            )
+
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             with autocast(self.recipe, enabled=self.enabled):

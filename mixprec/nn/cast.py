@@ -89,14 +89,14 @@ def cast_parameters(
     dtype: torch.bfloat16, torch.float16 or torch.float32, or a word for it: "bfloat16", "bf16",
     "float16", "fp16", "half", "float32", "fp32". The parameters of normalization layers become or
     stay FP32: they are few, and their updates are small next to their values. These are torch's
-    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm), and their subclasses;
-    all but torch's own get a hook that returns 16 bits for 16-bit input. Cast are the norms whose
-    block casts its input to the dtype of their weight, such as MambaBlock (`known_casts`). Norms of
-    other libraries are not known: one INFO line on the logger "mixprec" lists the modules with
-    nothing but vectors that were cast. keep_fp32: patterns of the names of further parameters to
-    keep in FP32, such as ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity:
-    optimizers, ties and requires_grad are unaffected; existing gradients are cast too. Back in
-    FP32, a parameter has the values that were kept.
+    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm) and others with the same
+    forward pass, and their subclasses; all but torch's own get a hook that returns 16 bits for
+    16-bit input. Cast are the norms whose block casts its input to the dtype of their weight, such
+    as MambaBlock (`known_casts`). Of norms that are not known, one INFO line on the logger
+    "mixprec" lists the modules with nothing but vectors that were cast. keep_fp32: patterns of the
+    names of further parameters to keep in FP32, such as ["*.router.weight", "*.my_norm.*"].
+    Parameters keep their identity: optimizers, ties and requires_grad are unaffected; existing
+    gradients are cast too. Back in FP32, a parameter has the values that were kept.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are, because running statistics and the frequencies
@@ -132,7 +132,7 @@ def cast_parameters(
     floats = {n: b for n, b in named if b.dtype in _CASTABLE}
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
     cast_too = _matching(op, "buffers", buffers, floats)
-    further = known_norms()
+    further = known_norms(model)
     known, known_buffers = known_casts(model)
     kept_too = (n for n in known_buffers for pattern in keep_fp32 if fnmatchcase(n, pattern))
     cast_too |= (known_buffers & floats.keys()).difference(kept_too)

@@ -19,8 +19,9 @@ from ._known_functions import RotaryForward, calls_known_functions
 from ._layer import Layer
 from ._marked import CONTAINERS, Marked, layers_in, own_layers
 from ._one_pass import FusedNorm, one_pass_class
-from .known import MLPSpec, load_tables, spec_of
+from .known import FirstHalf, MLPSpec, SecondHalf, spec_of
 
+_HALVES = (FirstHalf, SecondHalf)
 _SEQUENTIAL = METHODS[nn.Sequential]["forward"]
 
 
@@ -101,9 +102,8 @@ def _counts(counts: Counter[str]) -> str:
 
 def fuse(model: nn.Module) -> Found:
     """Fuse what is known in `model`, whose layers have been converted, in place."""
-    load_tables()
     found = Found({}, {}, Counter(), Counter())
-    in_parts: set[nn.Module] = set()  # of a Sequential
+    in_parts: set[nn.Module] = set()  # of a Sequential, or the halves of an MLP
     for fqn, module in list(model.named_modules()):
         if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in CONTAINERS:
             continue
@@ -127,11 +127,12 @@ def fuse(model: nn.Module) -> Found:
             vars(module)["forward"] = (RotaryForward if rotates else Marked)(module)
             if rotates:
                 found.fused[fqn] = "rotary positions"
-            _fuse_feed_forward(module, fqn, found)
+            in_parts |= _fuse_feed_forward(module, fqn, found)
             found.shares[type(module).__name__] += layers > 1
         name = type(module).__name__
         torchs = type(module) is getattr(nn, name, None)
-        if spec is None and not torchs and (layers or not module._modules):
+        is_known = spec is not None and (module in in_parts or not isinstance(spec, _HALVES))
+        if not is_known and not torchs and (layers or not module._modules):
             found.unknown[name] += 1
     return found
 
@@ -155,15 +156,18 @@ def _mlp(spec: MLPSpec) -> Part:
     return Part(spec.layers, act=spec.act, last=spec.last)
 
 
-def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> None:
+def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:
+    """The halves of its MLP, if it is known."""
     feed_forward = feed_forward_of(module)
     if feed_forward is None:
-        return
-    if (why := feed_forward[0].why_not_fused()) is not None:
+        return set()
+    part, _ = feed_forward
+    if (why := part.why_not_fused()) is not None:
         found.left[fqn] = why
-        return
-    vars(module)[METHOD] = FusedFeedForward(module)
-    found.fused[fqn] = "linear, activation, linear"
+    else:
+        vars(module)[METHOD] = FusedFeedForward(module)
+        found.fused[fqn] = "linear, activation, linear"
+    return {*part.around}
 
 
 def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:

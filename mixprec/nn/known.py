@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,8 @@ from torch import nn
 
 from .._originals import CALL, METHODS, methods_of
 from ..ops.act_quantize import KINDS
+from . import _region
+from ._content import KnownContents
 
 
 class NormSpec(NamedTuple):
@@ -68,8 +69,6 @@ class _Known(NamedTuple):
 
 
 _known: dict[type[nn.Module], _Known] = {}
-# Tables of the classes of other libraries, which are looked at where the library is imported.
-_TABLES = {"transformers": "mixprec.integrations.fused_transformers"}
 
 
 def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
@@ -97,24 +96,12 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
     _known[kind] = _Known(kind.forward, methods_of(kind), describe)
 
 
-def load_tables() -> None:
-    """Register the known classes of the libraries that have been imported."""
-    for library, table in _TABLES.items():
-        if library in sys.modules:
-            importlib.import_module(table).register()
-
-
 def spec_of(module: nn.Module) -> Spec | None:
     """What the class of `module` computes, with its settings as they are now; None if that is not
     known."""
     kind = type(module)
-    known = _known.get(kind)
-    if known is None or kind.forward is not known.forward or kind.__call__ is not CALL:
-        return None
-    own = vars(kind)
-    if any(own.get(name) is not method for name, method in known.methods.items()):
-        return None
-    spec = known.describe(module)
+    describe = _describe_of(module, kind) if kind.__call__ is CALL else None
+    spec = None if describe is None else describe(module)
     if isinstance(spec, (NormSpec, FirstHalf, SecondHalf)) or spec is None or spec in KINDS:
         return spec
     if isinstance(spec, MLPSpec) and len(spec.layers) in (1, 2):
@@ -125,6 +112,25 @@ def spec_of(module: nn.Module) -> Spec | None:
         f"register_fusion: describe of {kind.__name__} must return a NormSpec, an MLPSpec of "
         f"one or two layers, None or one of {', '.join(KINDS)}, got {spec!r}"
     )
+
+
+def known_by_content(kinds: Iterable[type]) -> list[type]:
+    """Those of them that are."""
+    return [kind for kind in kinds if _BY_CONTENT.get(kind) is not None]
+
+
+def _describe_of(module: nn.Module, kind: Any) -> Describe | None:
+    known = _known.get(kind)
+    if known is None:
+        content = _BY_CONTENT.get(kind)
+        if content is None:
+            return None
+        # (Its own `forward` is what the callers of this look for.)
+        has_own = any(name in vars(module) for name in content.methods if name != "forward")
+        return None if has_own else _CONTENTS[content.digest or ""]
+    own = vars(kind)
+    same = all(own.get(name) is method for name, method in known.methods.items())
+    return known.describe if same and kind.forward is known.forward else None
 
 
 def _layer_norm(module: nn.LayerNorm) -> NormSpec | None:
@@ -153,3 +159,97 @@ _OF_TORCH: dict[type[nn.Module], Describe] = {
 }
 for _kind, _describe in _OF_TORCH.items():
     _known[_kind] = _Known(METHODS[_kind]["forward"], METHODS[_kind], _describe)
+
+
+# Of classes that are known by their content, which any library may define: None where an attribute
+# is missing or of another kind.
+
+
+def _plain_rms_norm(m: Any) -> NormSpec | None:
+    return _norm(m, "variance_epsilon", promote=True)
+
+
+def _gemma_norm(m: Any) -> NormSpec | None:
+    known = _norm(m, "eps")
+    return known and known._replace(weight=1.0 + m.weight.float())
+
+
+def _norm(m: Any, eps_name: str, *, promote: bool = False) -> NormSpec | None:
+    weight: Any = getattr(m, "weight", None)
+    eps: Any = getattr(m, eps_name, None)
+    fits = isinstance(weight, torch.Tensor) and weight.dim() == 1 and isinstance(eps, (int, float))
+    return NormSpec(weight.shape[0], eps, weight, promote=promote) if fits else None
+
+
+def _mlp(first: str, act: str, last: str, after: str = "") -> Describe:
+    """What an MLP computes, from the names of its attributes."""
+
+    def describe(m: Any) -> MLPSpec | None:
+        layers = _children(m, *first.split())
+        sizes = {getattr(layer, "out_features", None) for layer in layers}  # else it is broadcast
+        rest = _children(m, act, last, *([after] if after else ()))
+        return MLPSpec(layers, *rest) if rest and len(sizes) == 1 else None
+
+    return describe
+
+
+def _children(m: Any, *names: str) -> tuple[nn.Module, ...]:
+    """All of them, or none."""
+    found: Any = tuple(getattr(m, name, None) for name in names)
+    return found if all(isinstance(each, nn.Module) for each in found) else ()
+
+
+def _first_half(m: Any) -> FirstHalf | None:
+    half = _children(m, "dense", "intermediate_act_fn")
+    return FirstHalf(*half) if half else None
+
+
+def _second_half(m: Any) -> SecondHalf | None:
+    half = _children(m, "dense", "dropout", "LayerNorm")
+    return SecondHalf(*half) if half else None
+
+
+def _functional_gelu(m: Any) -> str | None:
+    act: Any = getattr(m, "act", None)
+    if act is nn.functional.gelu:
+        return "gelu"
+    known = isinstance(act, functools.partial) and act.func is nn.functional.gelu and not act.args
+    return "gelu_tanh" if known and act.keywords == {"approximate": "tanh"} else None
+
+
+def _gelu_of_powers(m: Any) -> str | None:
+    # In a region torch.pow is FP32, and so is what it returns.
+    return "gelu_tanh" if _region.current_region() is None else None
+
+
+# By the content of a class, and how many classes of transformers 5.24 have it.
+# weight * (x / sqrt(mean(x^2) + eps)), where the weight may be FP32 beside 16 bits
+_RMS_NORM = "42651198016073c9"  # 142
+# (1 + weight) * (x / sqrt(mean(x^2) + eps)), in the dtype of x
+_GEMMA_NORM = "1c0b413c9b92d473"  # 13
+NORM_CONTENTS = (_RMS_NORM, _GEMMA_NORM)
+_CONTENTS: dict[str, Describe] = {
+    _RMS_NORM: _plain_rms_norm,
+    _GEMMA_NORM: _gemma_norm,
+    # down(act(gate(x)) * up(x))
+    "e44c51fe60b45425": _mlp("gate_proj up_proj", "act_fn", "down_proj"),  # 136
+    "f67f4c56f1d93431": _mlp("gate_proj up_proj", "act_fn", "down_proj"),  # 7
+    "7c0c63bf2ae83d34": _mlp("gate_proj up_proj", "act_fn", "down_proj"),  # 2
+    # last(act(first(x))), the last two of them with dropout
+    "b4b222acb8eace4e": _mlp("fc1", "activation_fn", "fc2"),  # 86
+    "0edc4be89b8fd362": _mlp("up_proj", "act_fn", "down_proj"),  # 10
+    "1a0f3dd1b30874c8": _mlp("linear_fc1", "act_fn", "linear_fc2"),  # 8
+    "e0c2cb8c5429bf12": _mlp("lin1", "act", "lin2"),  # 8
+    "83b1573613714e62": _mlp("fc1", "act", "fc2"),  # 5
+    "91bb62074eedfd45": _mlp("dense_h_to_4h", "act", "dense_4h_to_h"),  # 2
+    "3d023441fe5c13a4": _mlp("c_fc", "act", "c_proj", "dropout"),  # 6
+    "44e21928dd57fa60": _mlp("fc_in", "act", "fc_out", "dropout"),  # 2
+    "518aa615c3bb0793": _first_half,  # act(dense(x)): 64
+    "c1d7b012f185ea51": _second_half,  # norm(dropout(dense(a)) + x): 87
+    "76d7d0ebef74ab05": lambda m: "silu",
+    "9e788f2ec3d611f9": lambda m: "relu2",
+    "8229abe9e46320ab": _functional_gelu,  # act(x)
+    # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+    "fcd4139695c904f3": _gelu_of_powers,
+}
+_BY_CONTENT = KnownContents(_CONTENTS)

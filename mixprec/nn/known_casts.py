@@ -3,8 +3,8 @@ norms and buffers that `mixprec.cast_parameters` would leave in FP32 elsewhere."
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._local_gradients import LOW_PRECISION
+from ._content import content_of
 from .imported import imported_class
 
 # transformers.models.NAME.modeling_NAME as NAME/Class, of transformers 5.24. Norms: the class casts
@@ -75,6 +76,8 @@ _OTHERS = {
     "torchvision.models.swin_transformer/ShiftedWindowAttentionV2": "relative_coords_table",
     "peft.tuners._buffer_dict/BufferDict": "*",  # of VeRA and others
 }
+# The content of the wrapper of transformers' dynamic_rope_update.
+_ROPE_UPDATE = "ed04181d4dddb7e9"
 # Losses of torch whose class weights must have the dtype of their input.
 _LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -136,10 +139,9 @@ def input_in_fp32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def is_rotary(module: nn.Module) -> bool:
     """Whether transformers' dynamic_rope_update decorates the forward pass of its class, whose
     cosines and sines are cast before they meet activations."""
-    rope: Any = sys.modules.get("transformers.modeling_rope_utils")
     forward: Any = type(module).forward
-    while rope is not None and forward is not None:
-        if getattr(forward, "__code__", None) is rope.dynamic_rope_update(is_rotary).__code__:
+    while isinstance(forward, FunctionType):
+        if content_of(forward).digest == _ROPE_UPDATE:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False

@@ -19,19 +19,47 @@ from torch.utils.checkpoint import checkpoint
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import mixprec  # noqa: E402
-from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
 from mixprec.nn import known  # noqa: E402
+from mixprec.nn._content import content_of  # noqa: E402
 from mixprec.nn.known import NormSpec, spec_of  # noqa: E402
 from mixprec.testing import sqnr  # noqa: E402
 
 K = 48
-CLASSES = [(path, name) for path, names in fused_transformers.CLASSES.items() for name in names]
-HALVES = ("Intermediate", "Output")  # of layers, which test_the_mlp_of_an_encoders_layer is for
-WHOLE = [(path, name) for path, name in CLASSES if not name.endswith(HALVES)]
+# A class of each content that is known, with the attributes that it reads: the layers before the
+# activation, this, the last layer and the dropout.
+NORMS = ("llama/LlamaRMSNorm", "gemma/GemmaRMSNorm")
+GATED = ("gate_proj up_proj", "act_fn", "down_proj", "")
+MLPS = {
+    "llama/LlamaMLP": GATED,
+    "glm4v/Glm4VisionMlp": GATED,
+    "idefics2/Idefics2MLP": GATED,
+    "vit/ViTMLP": ("fc1", "activation_fn", "fc2", ""),
+    "arcee/ArceeMLP": ("up_proj", "act_fn", "down_proj", ""),
+    "qwen3_vl/Qwen3VLVisionMLP": ("linear_fc1", "act_fn", "linear_fc2", ""),
+    "sam/SamMLPBlock": ("lin1", "act", "lin2", ""),
+    "qwen2_vl/VisionMlp": ("fc1", "act", "fc2", ""),
+    "gpt_neox/GPTNeoXMLP": ("dense_h_to_4h", "act", "dense_4h_to_h", ""),
+    "gpt2/GPT2MLP": ("c_fc", "act", "c_proj", "dropout"),
+    "gptj/GPTJMLP": ("fc_in", "act", "fc_out", "dropout"),
+}
+ACTIVATIONS = (
+    *("/SiLUActivation", "/GELUActivation", "/GELUTanh", "/NewGELUActivation"),
+    "/ReLUSquaredActivation",
+)
+HALVES = ("bert/BertIntermediate", "bert/BertOutput")
+# The layer, and the beginning of the names of its halves.
+LAYERS = {
+    "bert/Bert": "Bert",
+    "electra/Electra": "Electra",
+    "bridgetower/BridgeTowerText": "BridgeTower",
+}
 ACTS = ("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu2")
 
 
-def class_of(path: str, name: str) -> Any:
+def class_of(entry: str) -> Any:
+    """transformers.models.NAME.modeling_NAME as NAME/Class."""
+    where, name = entry.split("/")
+    path = f"models.{where}.modeling_{where}" if where else "activations"
     return getattr(importlib.import_module(f"transformers.{path}"), name)
 
 
@@ -44,24 +72,21 @@ def with_attributes(kind: Any, **attributes: Any) -> Any:
     return module
 
 
-def made(path: str, name: str) -> Iterator[nn.Module]:
+def made(entry: str) -> Iterator[nn.Module]:
     """Modules of the class, with every attribute moved from its default."""
-    kind, moved = class_of(path, name), []
-    if path == "activations":
+    kind, moved = class_of(entry), []
+    if entry in ACTIVATIONS:
         moved = [kind(True), kind()] if "__init__" in vars(kind) else [kind()]
-    elif name.endswith("Norm"):
+    elif entry in NORMS:
         moved = [kind(K, eps) for eps in (1e-6, 0.3)]
-    elif name == "GPT2MLP":
+    elif entry == "gpt2/GPT2MLP":
         for act in ACTS:
             config = SimpleNamespace(hidden_size=K, activation_function=act, resid_pdrop=0.5)
             moved.append(kind(80, config))
     else:
-        first, act_name, last, dropout = next(
-            names for names, entries in transformers_classes.MLPS.items()
-            if any(fused_transformers.place(entry) == (path, name) for entry in entries.split())
-        )  # fmt: skip
-        for act in ACTS if name in ("LlamaMLP", "ViTMLP") else ACTS[:3:2]:
-            parts: dict[str, nn.Module] = {layer: nn.Linear(K, 80) for layer in first}
+        first, act_name, last, dropout = MLPS[entry]
+        for act in ACTS if entry in ("llama/LlamaMLP", "vit/ViTMLP") else ACTS[:3:2]:
+            parts: dict[str, nn.Module] = {layer: nn.Linear(K, 80) for layer in first.split()}
             parts |= {act_name: transformers.activations.ACT2FN[act], last: nn.Linear(80, K)}
             moved.append(with_attributes(kind, **parts, **{dropout or "_": nn.Dropout(0.5)}))
     for module in moved:
@@ -88,37 +113,37 @@ def compare(plain: nn.Module, run: Any, x: torch.Tensor) -> nn.Module:
     return fused
 
 
-@pytest.mark.parametrize(("path", "name"), WHOLE)
-def test_the_description_is_what_the_class_computes(path: str, name: str) -> None:
+@pytest.mark.parametrize("entry", [*NORMS, *MLPS, *ACTIVATIONS])
+def test_the_description_is_what_the_class_computes(entry: str) -> None:
     fused_any = False
-    for module in made(path, name):
+    for module in made(entry):
         plain = nn.Sequential(nn.Linear(K, K), module, nn.Linear(K, K))
-        run = (lambda m, x: m[2](m[1](m[0](x)))) if path != "activations" else (lambda m, x: m(x))
+        run = (lambda m, x: m[2](m[1](m[0](x)))) if entry[0] != "/" else (lambda m, x: m(x))
         fused = compare(plain, run, torch.randn(16, 33, K))
         fused_any |= "forward" in vars(fused[1]) or "forward" in vars(fused)
-    version = ".".join(transformers.__version__.split(".")[:2])
-    assert fused_any == (version in fused_transformers.VERSIONS)
+    assert fused_any
 
 
-def encoder_layer(path: str, name: str, act: str = "gelu") -> Any:
+def test_a_class_of_each_content_is_compared() -> None:
+    kinds = map(class_of, (*NORMS, *MLPS, *ACTIVATIONS, *HALVES))
+    assert {content_of(kind).digest for kind in kinds} == known._CONTENTS.keys()
+
+
+def encoder_layer(entry: str, act: str = "gelu") -> Any:
     """A layer of which the method feed_forward_chunk alone can be called."""
-    entry = next(
-        e for e in transformers_classes.ENCODERS.split()
-        if fused_transformers.place(f"{e.partition(':')[0]}Layer") == (path, name)
-    )  # fmt: skip
-    half = fused_transformers.place(fused_transformers._halves(entry))[1]
+    half = f"{entry.split('/')[0]}/{LAYERS[entry]}"
     act_fn, norm = transformers.activations.ACT2FN[act], nn.LayerNorm(K, eps=0.3)
     parts = {"dense": nn.Linear(K, 80), "intermediate_act_fn": act_fn}
-    first = with_attributes(class_of(path, f"{half}Intermediate"), **parts)
+    first = with_attributes(class_of(f"{half}Intermediate"), **parts)
     parts = {"dense": nn.Linear(80, K), "dropout": nn.Dropout(0.5), "LayerNorm": norm}
-    second = with_attributes(class_of(path, f"{half}Output"), **parts)
-    return with_attributes(class_of(path, name), intermediate=first, output=second)
+    second = with_attributes(class_of(f"{half}Output"), **parts)
+    return with_attributes(class_of(f"{entry}Layer"), intermediate=first, output=second)
 
 
-@pytest.mark.parametrize(("path", "name"), fused_transformers.LAYERS)
-def test_the_mlp_of_an_encoders_layer_is_its_method(path: str, name: str) -> None:
+@pytest.mark.parametrize("entry", LAYERS)
+def test_the_mlp_of_an_encoders_layer_is_its_method(entry: str) -> None:
     for act in ("gelu", "gelu_new"):
-        layer = encoder_layer(path, name, act)
+        layer = encoder_layer(entry, act)
         fused = compare(layer, lambda m, x: m.feed_forward_chunk(x), torch.randn(16, 33, K))
         assert "feed_forward_chunk" in vars(fused)
         assert "feed_forward_chunk" not in vars(mixprec.unconvert(fused))
@@ -128,7 +153,7 @@ def test_the_mlp_of_an_encoders_layer_is_its_method(path: str, name: str) -> Non
 @pytest.mark.parametrize("where", [mixprec.autocast, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_regions_give_the_dtype_that_they_give_without(act: str, where: Any) -> None:
     mlp = with_attributes(
-        class_of("models.phi.modeling_phi", "PhiMLP"), fc1=nn.Linear(K, 80),
+        class_of("phi/PhiMLP"), fc1=nn.Linear(K, 80),
         activation_fn=transformers.activations.ACT2FN[act], fc2=nn.Linear(80, K),
     )  # fmt: skip
     mlp = mixprec.cast_parameters(mixprec.convert(mlp, "bf16"), torch.bfloat16)
@@ -234,11 +259,9 @@ def test_copies_of_a_layer_use_their_own_halves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_keep_the_dtype_of_their_result(dtype: torch.dtype) -> None:
-    for path, name in CLASSES:
-        if not name.endswith("Norm"):
-            continue
+    for entry in NORMS:
         for weights in (torch.float32, dtype):
-            (module, _) = made(path, name)
+            (module, _) = made(entry)
             module = module.to(weights)
             both = nn.ModuleList([nn.Linear(2, 2), module])
             fused = mixprec.convert(copy.deepcopy(both), fuse=True)
@@ -247,7 +270,7 @@ def test_norms_keep_the_dtype_of_their_result(dtype: torch.dtype) -> None:
                 module(x),
                 fused[1](**{next(iter(inspect.signature(module.forward).parameters)): x}),
             )
-            assert got.dtype == y.dtype, (name, weights)
+            assert got.dtype == y.dtype, (entry, weights)
             torch.testing.assert_close(got, y, rtol=0.02, atol=0.02)
 
 
@@ -256,7 +279,6 @@ def test_a_class_that_another_library_has_replaced_is_not_known(
 ) -> None:
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     kept, norm = llama.LlamaRMSNorm, llama.LlamaRMSNorm(K)
-    fused_transformers.register()
     assert isinstance(spec_of(norm), NormSpec)
 
     class LlamaRMSNorm(kept):
@@ -265,16 +287,11 @@ def test_a_class_that_another_library_has_replaced_is_not_known(
 
     assert spec_of(LlamaRMSNorm(K)) is None
     monkeypatch.setattr(llama, "LlamaRMSNorm", LlamaRMSNorm)
-    fused_transformers.register()
     assert spec_of(LlamaRMSNorm(K)) is None
     monkeypatch.setattr(kept, "forward", LlamaRMSNorm.forward)
     assert spec_of(norm) is None
     norm.forward = norm.forward
     assert spec_of(norm) is None
-    monkeypatch.setattr(fused_transformers, "VERSIONS", ())
-    monkeypatch.setattr(known, "_known", {})
-    fused_transformers.register()
-    assert not known._known, "a version that was not tested"
 
 
 @pytest.mark.slow

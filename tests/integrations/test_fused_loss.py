@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from transformers.loss import loss_utils  # noqa: E402
 
 import mixprec  # noqa: E402
-from mixprec.integrations import fused_loss, fused_transformers, transformers_classes  # noqa: E402
+from mixprec.integrations import fused_loss  # noqa: E402
 from mixprec.integrations.transformers import fuse_loss  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -31,8 +31,8 @@ LABELS = torch.where(TOKENS % 7 == 0, -100, TOKENS)
 
 
 def made(entry: str = "llama/LlamaForCausalLM", **config: Any) -> Any:
-    path, name = fused_transformers.place(entry)
-    kind = getattr(importlib.import_module(f"transformers.{path}"), name)
+    where, name = entry.split("/")
+    kind = getattr(importlib.import_module(f"transformers.models.{where}.modeling_{where}"), name)
     torch.manual_seed(0)
     dropouts = {"attention_dropout": 0.0, "residual_dropout": 0.0}
     model = kind(kind.config_class(**{**SIZES, **config, **dropouts})).float().train()
@@ -57,7 +57,11 @@ def assert_same_training(model: Any, **inputs: Any) -> None:
         assert (got - want).norm() <= 0.02 * want.norm()
 
 
-@pytest.mark.parametrize("entry", transformers_classes.CAUSAL.split())
+@pytest.mark.parametrize("entry", [
+    "llama/LlamaForCausalLM", "mistral/MistralForCausalLM", "qwen3/Qwen3ForCausalLM",
+    "phi3/Phi3ForCausalLM", "gemma/GemmaForCausalLM", "olmo_hybrid/OlmoHybridForCausalLM",
+    "lfm2/Lfm2ForCausalLM",
+])  # fmt: skip
 def test_each_class_trains_as_without(entry: str) -> None:
     assert_same_training(made(entry))
 

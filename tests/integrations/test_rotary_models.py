@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import mixprec  # noqa: E402
 from mixprec.functional import _one_pass  # noqa: E402
-from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
 from mixprec.nn import _known_functions  # noqa: E402
 from mixprec.nn._known_functions import RotaryForward  # noqa: E402
 from mixprec.testing import sqnr  # noqa: E402
@@ -34,18 +33,15 @@ def tables(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What was rotated in one pass."""
     seen: list[torch.Tensor] = []
-    run = _one_pass.run
-    monkeypatch.setattr(_one_pass, "run", lambda *args: seen.append(args[0]) or run(*args))
+    rotated = _one_pass.rotated
+    monkeypatch.setattr(_one_pass, "rotated", lambda *a: seen.append(a[0]) or rotated(*a))
     return seen
 
 
-@pytest.mark.parametrize("entry", transformers_classes.ROTARY.split())
+@pytest.mark.parametrize("entry", ["llama", "gemma3", "qwen3", "dbrx"])
 def test_one_pass_has_the_bits_of_the_function(entry: str, calls: list[torch.Tensor]) -> None:
-    path = fused_transformers.place(f"{entry}/")[0]
-    module: Any = importlib.import_module(f"transformers.{path}")
-    fused_transformers.register()
+    module: Any = importlib.import_module(f"transformers.models.{entry}.modeling_{entry}")
     function = module.apply_rotary_pos_emb
-    assert function in _known_functions._known
     ends = []
     for rotate in (function, _known_functions._in_one_pass(function)):
         torch.manual_seed(0)
@@ -162,7 +158,7 @@ def test_a_model_has_the_bits_that_it_has_without(
     fused.gradient_checkpointing_enable()
     got.append(step(fused.train(), tokens))
     fused.gradient_checkpointing_disable()
-    monkeypatch.setattr(_known_functions, "_known", {})
+    monkeypatch.setattr(_known_functions, "_ROTARY", "")
     for mine, more in zip(got, [*options, {}], strict=True):
         assert all(map(torch.equal, mine, step(fused, tokens, **more))), [*more]
     mixprec.unconvert(fused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,17 @@ def test_regions_choose_the_recipe() -> None:
             assert formats(converted, x) == set()
         assert formats(converted, x) == {"bf16"}
     assert formats(converted, x) == {"e4m3"}
+
+
+def test_what_runs_after_the_call_is_not_decorated() -> None:
+    def generate() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None: ...
+
+    for function in (generate, coroutine):
+        with pytest.raises(TypeError, match="enter the region inside of it"):
+            mixprec.autocast()(function)
 
 
 def test_a_decorator_and_an_exception_restore_what_held() -> None:

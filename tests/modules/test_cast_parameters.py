@@ -15,6 +15,7 @@ from torch import nn
 
 import mixprec
 from mixprec.nn import known_norms
+from mixprec.nn._content import content_of
 
 LOW = torch.bfloat16
 
@@ -203,15 +204,23 @@ def test_subclasses_of_torchs_norms_return_the_dtype_of_their_input() -> None:
         assert [y.dtype for y in norm(torch.ones(2, 4, dtype=dtype))] == [dtype, dtype]
 
 
+NORMS_OF_TRANSFORMERS = """
+llama/LlamaRMSNorm gemma/GemmaRMSNorm detr/DetrFrozenBatchNorm2d afmoe/AfmoeRMSNorm
+gemma3n/Gemma3nRMSNorm helium/HeliumRMSNorm moshi/MoshiRMSNorm t5/T5LayerNorm
+mamba2/MambaRMSNormGated qwen3_next/Qwen3NextRMSNormGated kimi_linear/KimiLinearRMSNormGated
+cohere/CohereLayerNorm
+"""
+
+
 @pytest.mark.slow
 def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
     pytest.importorskip("transformers")
-    entries = known_norms._TRANSFORMERS
+    entries = [*NORMS_OF_TRANSFORMERS.split(), *known_norms._CLASSES.split()]
+    kinds = []
     for entry in entries:
-        where = entry.split("/")[:-1]
-        importlib.import_module(f"transformers.models.{where[0]}.modeling_{where[-1]}")
-    kinds = known_norms.known_norms()
-    assert len(kinds) == len(set(kinds)) == len(entries)
+        *where, name = entry.split("/")
+        path = f"transformers.models.{where[0]}.modeling_{where[-1]}"
+        kinds.append(getattr(importlib.import_module(path), name))
     config = SimpleNamespace(hidden_size=8, head_dim=8, num_key_value_heads=2, eps=1e-6)
     config.input_size = 8
     norms = []
@@ -222,6 +231,7 @@ def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
         norms.append(kind(*(given.get(name, 8) for name in needed)))
         own = [*norms[-1].parameters(recurse=False), *norms[-1].buffers(recurse=False)]
         assert {t.dim() for t in own if t.numel() > 1} == {1}, kind
+    assert {content_of(kind).digest for kind in kinds} >= known_norms._CONTENTS
     model = mixprec.cast_parameters(nn.ModuleList(norms), LOW)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
