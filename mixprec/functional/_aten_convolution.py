@@ -241,16 +241,16 @@ class Convolution(torch.autograd.Function):
             first, second = ctx.recipe.casts("g")
             if first == second:
                 wide = layouts[0].decode(qg.matrix)
-                of_x, of_w = _gradients(ctx, wide, x_saved, w_saved, need_x, need_w)
+                wide_x, wide_w = _gradients(ctx, wide, x_saved, w_saved, need_x, need_w)
             else:
                 wide, other = layouts[0].decode(qg.matrix), layouts[1].decode(qg.matrix_t)
-                of_x, _ = _gradients(ctx, wide, x_saved, w_saved, need_x, False)
-                _, of_w = _gradients(ctx, other, x_saved, w_saved, False, need_w)
-            grad_x = None if of_x is None else of_x.to(ctx.x_dtype)
-            if of_w is not None and ctx.main_grad is not None:
-                ctx.main_grad.add_(of_w)
-            elif of_w is not None:
-                grad_w = of_w.to(ctx.w_dtype)
+                wide_x, _ = _gradients(ctx, wide, x_saved, w_saved, need_x, False)
+                _, wide_w = _gradients(ctx, other, x_saved, w_saved, False, need_w)
+            grad_x = None if wide_x is None else wide_x.to(ctx.x_dtype)
+            if wide_w is not None and ctx.main_grad is not None:
+                ctx.main_grad.add_(wide_w)
+            elif wide_w is not None:
+                grad_w = wide_w.to(ctx.w_dtype)
         if need_bias:
             points = [d for d in range(g.dim()) if d != 1]
             grad_bias = g.sum(points, dtype=torch.float32).to(ctx.bias_dtype)

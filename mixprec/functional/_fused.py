@@ -148,9 +148,9 @@ class Fused(torch.autograd.Function):
                 if need_h:
                     g_a = gemms[-1].grad_input(qg.matrix, weights[-1], ctx.low)
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
-                    for i, of_bias in enumerate(plain):
+                    for i, grad_h in enumerate(plain):
                         if need_bias[i]:
-                            grad_wb[2 * i + 1] = grad_bias(of_bias, ctx.bias_dtypes[i])
+                            grad_wb[2 * i + 1] = grad_bias(grad_h, ctx.bias_dtypes[i])
         else:
             for i, (p, g) in enumerate(zip(first, grads, strict=False)):
                 if g is None or not (need_x or need_w[i]):
@@ -160,17 +160,17 @@ class Fused(torch.autograd.Function):
                 if need_bias[i] and g is not None:
                     grad_wb[2 * i + 1] = grad_bias(g, ctx.bias_dtypes[i])
 
-        for i, (p, of_h) in enumerate(zip(first, qgs, strict=False)):
-            if of_h is not None and need_w[i]:
+        for i, (p, qg_h) in enumerate(zip(first, qgs, strict=False)):
+            if qg_h is not None and need_w[i]:
                 grad_wb[2 * i] = gemms[i].grad_weight(
-                    of_h.matrix_t, x_t, ctx.like_w[i], p.main_grad
+                    qg_h.matrix_t, x_t, ctx.like_w[i], p.main_grad
                 )
         dx = dw = db = None
         if need_x:
             sources = [
-                (gemms[i], of_h.matrix, weights[i])
-                for i, of_h in enumerate(qgs)
-                if of_h is not None
+                (gemms[i], qg_h.matrix, weights[i])
+                for i, qg_h in enumerate(qgs)
+                if qg_h is not None
             ]
             dx, dw, db = _grad_of_x(ctx, sources, saved[:4], g_total)
         residual = dx if ctx.needs_input_grad[1] else None
@@ -225,8 +225,8 @@ def _through_activation(
     if apart:
         plain = [piece[0] for piece in pieces]
         return [
-            operands.cast(of_h, "g", recipe, p.delayed, use_t=use_t)
-            for p, of_h in zip(first, plain, strict=True)
+            operands.cast(grad_h, "g", recipe, p.delayed, use_t=use_t)
+            for p, grad_h in zip(first, plain, strict=True)
         ], plain
     return [
         how.operand(piece, p.delayed) for p, piece in zip(first, pieces, strict=True)
@@ -243,10 +243,10 @@ def _grad_of_x(
     if not sources:
         return g_total, None, None
     one = ctx.low if ctx.norm else ctx.x_dtype
-    gemms, of_h, w_t = sources[0]
-    g = gemms.grad_input(of_h, w_t, one if len(sources) == 1 else torch.float32)
-    for gemms, of_h, w_t in sources[1:]:
-        gemms.add_grad_input(g, of_h, w_t)
+    gemms, qg_h, w_t = sources[0]
+    g = gemms.grad_input(qg_h, w_t, one if len(sources) == 1 else torch.float32)
+    for gemms, qg_h, w_t in sources[1:]:
+        gemms.add_grad_input(g, qg_h, w_t)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
     total, norm_weight, mean, rstd = of_norm
@@ -254,11 +254,11 @@ def _grad_of_x(
     dx, dw, db = norm_backward_op(
         g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
     )
-    of_weight, of_bias = ctx.norm_dtypes
+    weight_dtype, bias_dtype = ctx.norm_dtypes
     return (
         dx.view(ctx.x_shape),
-        None if of_weight is None else dw.to(of_weight),
-        None if of_bias is None else db.to(of_bias),
+        None if weight_dtype is None else dw.to(weight_dtype),
+        None if bias_dtype is None else db.to(bias_dtype),
     )
 
 

@@ -188,5 +188,5 @@ def _rows_of_weights(
     """weight [E, R, C], all of it cast at once: data [E, R, C or less] and scale_inv [E, r, c]."""
     experts, rows, columns = weight.shape
     data, inv = _rows(weight.reshape(experts * rows, columns), "w", recipe, granularity)
-    of_each = rows // CHUNK if granularity == "block128x128" else rows
-    return data.view(experts, rows, data.shape[1]), inv.view(experts, of_each, inv.shape[1])
+    scale_rows = rows // CHUNK if granularity == "block128x128" else rows
+    return data.view(experts, rows, data.shape[1]), inv.view(experts, scale_rows, inv.shape[1])

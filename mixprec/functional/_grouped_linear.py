@@ -135,20 +135,20 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
         offs, offs_t, x_t, x_t_inv, w_t, w_t_inv = saved
         need_x, need_w = ctx.needs_input_grad[:2]
-        of_x = of_w = None
+        grad_x = grad_w = None
         if need_x or need_w:
             qg, _ = cast_rows(g, "g", ctx.recipe, ctx.delayed, offs, use_t=need_w)
         if need_x:
             w = Matrix(w_t, w_t_inv, None)
-            of_x = ctx.gemms.run("grad_input", qg.matrix, w, ctx.n, offs, ctx.x_dtype)
+            grad_x = ctx.gemms.run("grad_input", qg.matrix, w, ctx.n, offs, ctx.x_dtype)
         if need_w:
             columns = space_apart(offs, g.shape[0])
             operands = qg.matrix_t, Matrix(x_t, x_t_inv, None), columns, offs_t
             if ctx.main_grad is None:
-                of_w = ctx.gemms.run("grad_weight", *operands, ctx.w_dtype)
+                grad_w = ctx.gemms.run("grad_weight", *operands, ctx.w_dtype)
             else:
                 ctx.gemms.accumulate(ctx.main_grad, *operands)
-        return of_x, of_w, *[None] * 5
+        return grad_x, grad_w, *[None] * 5
 
 
 def _loop(

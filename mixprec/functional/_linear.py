@@ -38,20 +38,20 @@ def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
     def rows(t: torch.Tensor) -> torch.Tensor:
         return t.reshape(-1, t.shape[-1])
 
-    of_g = of_x = of_weight = None
+    grad_g = grad_x = grad_w = None
     if u is not None:
-        of_g = times(u, weight, g.dtype)
+        grad_g = times(u, weight, g.dtype)
         if weight.requires_grad:
-            of_weight = times(rows(g).t(), rows(u).t(), weight.dtype)
+            grad_w = times(rows(g).t(), rows(u).t(), weight.dtype)
     if v is not None:
         if x.requires_grad:
-            of_x = times(g, v.t(), x.dtype)
+            grad_x = times(g, v.t(), x.dtype)
         more = times(x, v, g.dtype)
-        of_g = more if of_g is None else of_g + more
+        grad_g = more if grad_g is None else grad_g + more
     if s is not None:
         more = s.to(g.dtype).expand_as(g)
-        of_g = more if of_g is None else of_g + more
-    return of_g, of_x, of_weight
+        grad_g = more if grad_g is None else grad_g + more
+    return grad_g, grad_x, grad_w
 
 
 class _Linear(torch.autograd.Function):
@@ -76,9 +76,9 @@ class _Linear(torch.autograd.Function):
         # Not saved with save_for_backward, because they are modified in place.
         main_grad, delayed, quantized_weight, _, outliers = product
         ctx.delayed, ctx.main_grad = delayed, main_grad
-        rest_x, rest_w, of_x, of_w = x, weight, None, None
+        rest_x, rest_w, high_x, high_w = x, weight, None, None
         if outliers is not None:
-            (rest_x, of_x), (rest_w, of_w) = (_products.split(t, outliers) for t in (x, weight))
+            (rest_x, high_x), (rest_w, high_w) = (_products.split(t, outliers) for t in (x, weight))
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
@@ -92,14 +92,14 @@ class _Linear(torch.autograd.Function):
         saved_w = qw.saved_t if need_x else NOTHING
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
-        columns = outliers, of_x if need_w else None, of_w if need_x else None
+        columns = outliers, high_x if need_w else None, high_w if need_x else None
         keep_as_is(*columns)
         ctx.save_for_backward(*saved_x, *saved_w, *columns, *((x, weight) if ctx.twice else ()))
         y = ctx.gemms.forward(
             qx.matrix, qw.matrix, bias, out_dtype if outliers is None else torch.float32
         )
-        if of_x is not None and of_w is not None:
-            _products.add(y, of_x, of_w, product.name, simulated)
+        if high_x is not None and high_w is not None:
+            _products.add(y, high_x, high_w, product.name, simulated)
             y = result(y, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
@@ -111,17 +111,17 @@ class _Linear(torch.autograd.Function):
         x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
         outliers, x_outliers, w_outliers = saved[6:9]
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        of_x = of_w = None
+        grad_x = grad_w = None
         if need_x or need_w:
             qg = operands.cast(g, "g", ctx.recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            of_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
+            grad_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
         if need_w:
-            of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
+            grad_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
         if outliers is not None:
-            _products.put(ctx, g, outliers, (of_x, w_outliers), (of_w, x_outliers))
-        of_bias = grad_bias(g, ctx.bias_dtype) if need_bias else None
-        return None if of_x is None else of_x.view(ctx.x_shape), of_w, of_bias, *[None] * 5
+            _products.put(ctx, g, outliers, (grad_x, w_outliers), (grad_w, x_outliers))
+        grad_b = grad_bias(g, ctx.bias_dtype) if need_bias else None
+        return None if grad_x is None else grad_x.view(ctx.x_shape), grad_w, grad_b, *[None] * 5
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear", name: str = "") -> None:

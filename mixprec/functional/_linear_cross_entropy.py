@@ -88,39 +88,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g = g.reshape(-1).float() if how.reduction == "none" else g.float()
         row_grad = torch.where(factor == 0, 0.0, g * factor)  # of ignored rows, g may be NaN
         row_weight, scale = _normalized(row_grad, logsumexp, how.z_loss, g_dtype)
-        of_x: Any = None
-        of_w: Any = None
-        of_bias: Any = None
+        grad_x: Any = None
+        grad_w: Any = None
+        grad_b: Any = None
         if need_x:
-            of_x = weight.new_zeros((labels.shape[0], k), dtype=torch.float32)
+            grad_x = weight.new_zeros((labels.shape[0], k), dtype=torch.float32)
         if need_w and ctx.main_grad is None:
-            of_w = torch.empty_like(weight)
+            grad_w = torch.empty_like(weight)
         if need_bias:
-            of_bias = torch.empty_like(bias)
+            grad_b = torch.empty_like(bias)
         for tile in _tiles(classes):
             qw = operands.cast(weight[tile], "w", recipe, None, use_t=need_x)
             logits = _logits(gemms, qx.matrix, qw.matrix, bias, tile)
-            of_logits = cross_entropy_backward_op(
+            grad_logits = cross_entropy_backward_op(
                 logits, labels, logsumexp, row_weight, tile.start, classes, how.label_smoothing,
                 how.z_loss, how.softcap, g_dtype,
             )  # fmt: skip
             del logits
             if need_bias:
-                of_bias[tile] = grad_bias(of_logits, torch.float32) * scale
+                grad_b[tile] = grad_bias(grad_logits, torch.float32) * scale
             if not need_x and not need_w:
                 continue
-            qg = operands.cast(of_logits, "g", recipe, None, use_t=need_w)
-            del of_logits
+            qg = operands.cast(grad_logits, "g", recipe, None, use_t=need_w)
+            del grad_logits
             if need_x:
-                gemms.add_grad_input(of_x, qg.matrix, qw.matrix_t)
+                gemms.add_grad_input(grad_x, qg.matrix, qw.matrix_t)
             if need_w:
                 total = None if ctx.main_grad is None else ctx.main_grad[tile]
                 part = _grad_weight(gemms, qg.matrix_t, qx.matrix_t, scale, weight.dtype, total)
-                if of_w is not None:
-                    of_w[tile] = part
-        if of_x is not None:
-            of_x = (of_x * scale).to(ctx.x_dtype).view(ctx.x_shape)
-        return of_x, of_w, of_bias, *[None] * 6
+                if grad_w is not None:
+                    grad_w[tile] = part
+        if grad_x is not None:
+            grad_x = (grad_x * scale).to(ctx.x_dtype).view(ctx.x_shape)
+        return grad_x, grad_w, grad_b, *[None] * 6
 
 
 def _logits(

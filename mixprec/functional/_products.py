@@ -107,20 +107,20 @@ def put(
     weight [N, K], or of ctx.main_grad, from x [M, k], where there are these."""
     _, name, simulated = ctx.gemms
     rows = g.to(torch.bfloat16).reshape(-1, g.shape[-1])
-    (of_input, w), (of_weight, x) = input_and_w, weight_and_x
-    if of_input is not None and w is not None:
+    (grad_x, w), (grad_w, x) = input_and_w, weight_and_x
+    if grad_x is not None and w is not None:
         observe("grad_input", OUTLIERS, name)
-        columns = gemm(Operands(rows, w), None, of_input.dtype, False, simulated)
-        of_input.index_copy_(1, indices, columns)
+        columns = gemm(Operands(rows, w), None, grad_x.dtype, False, simulated)
+        grad_x.index_copy_(1, indices, columns)
     if x is None:
         return
     observe("grad_weight", OUTLIERS, name)
-    dtype = torch.float32 if of_weight is None else of_weight.dtype
+    dtype = torch.float32 if grad_w is None else grad_w.dtype
     columns = gemm(Operands(rows.t(), x), None, dtype, False, simulated)
-    if of_weight is None:
+    if grad_w is None:
         ctx.main_grad.index_add_(1, indices, columns)
     else:
-        of_weight.index_copy_(1, indices, columns)
+        grad_w.index_copy_(1, indices, columns)
 
 
 class Product(NamedTuple):

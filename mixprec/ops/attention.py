@@ -54,20 +54,20 @@ def attention_reference(
 def attention_backward_reference(args: Any) -> Three:
     g, q, k, v, out, logsumexp, remainder, causal, scale = args
     heads = k.shape[1], q.shape[1] // k.shape[1]
-    rounded = g.to(q.dtype)  # once: of_weights and shared are of the same numbers
+    rounded = g.to(q.dtype)  # once: grad_weights and shared are of the same numbers
     wide_g = rounded.float()
     weights = (_scores(q, k, causal, scale) - logsumexp[..., None]).exp()
     # In FP64, where sums of 16-bit numbers do not depend on their order: the two are equal for a
     # query that sees one key.
-    of_weights = rounded.double() @ _by_query_head(v, q).double().transpose(-1, -2)
+    grad_weights = rounded.double() @ _by_query_head(v, q).double().transpose(-1, -2)
     # The gradient of softmax: sum_j of_weights_j weights_j is that of g with the output.
     exact = out.double()
     if remainder.numel() > 0:
         exact = exact + remainder
     shared = (rounded.double() * exact).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - shared).float() * scale
-    dq = of_scores @ _by_query_head(k, q)
-    dk = (of_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
+    grad_scores = weights * (grad_weights - shared).float() * scale
+    dq = grad_scores @ _by_query_head(k, q)
+    dk = (grad_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
     dv = (weights.transpose(-1, -2) @ wide_g).unflatten(1, heads).sum(2)
     return _rows_first(dq, g.dtype), _rows_first(dk, g.dtype), _rows_first(dv, g.dtype)
 

@@ -58,9 +58,9 @@ def _check_operands(op: str, operands: Operands) -> None:
     checks.on_device(op, "b", b, a.device, "a")
     m, k, n = *a.shape, b.shape[1]
     if a_scale_inv is not None:
-        gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, of_b=False)
+        gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, is_b=False)
     if b_scale_inv is not None:
-        gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, of_b=True)
+        gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, is_b=True)
 
 
 def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:

@@ -114,12 +114,12 @@ def _arguments(
     """Those of a public function: scales as tensors, operands cast by torch.autocast."""
     for name, x in (("a", a), ("b", b)):
         checks.is_tensor(op, name, x)
-    of_a = gemm_scales.positive(op, "a_scale_inv", a_scale_inv, a.device)
-    of_b = gemm_scales.positive(op, "b_scale_inv", b_scale_inv, a.device)
+    a_inv = gemm_scales.positive(op, "a_scale_inv", a_scale_inv, a.device)
+    b_inv = gemm_scales.positive(op, "b_scale_inv", b_scale_inv, a.device)
     device = a.device.type
     if autocast.is_on(device):
         a, b = (autocast.cast_operand(x, device) for x in (a, b))
-    return Operands(a, b, of_a, of_b)
+    return Operands(a, b, a_inv, b_inv)
 
 
 def gemm_grouped(

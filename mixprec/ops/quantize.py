@@ -203,7 +203,7 @@ def _in_blocks(
     if seed is not None and not isinstance(seed, torch.Tensor):
         checks.is_int64("quantize", "seed, if no tensor,", seed)
         seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-    data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx_op(
+    data, data_t, scale_inv, scale_inv_t, tensor_scale, amax = quantize_mx_op(
         x, name, scale_mode, transpose, seed, False, True
     )
     return Quantized(
@@ -214,6 +214,6 @@ def _in_blocks(
         scale_inv_t if transpose else None,
         fmt,
         granularity,
-        of_tensor if of_tensor.dim() == 0 else None,
+        tensor_scale if tensor_scale.dim() == 0 else None,
         scale_layout.as_matrix(x.shape)[1],
     )

@@ -102,7 +102,7 @@ class Batches:
             keys = list(zip(now[0], addresses, versions, strict=True))
             self.all_written |= bool(unchanged) and unchanged.isdisjoint(keys)
             each = zip(params, grads, states, addresses, versions, strict=True)
-            for p, grad, of_param, address, version in each:
+            for p, grad, param_state, address, version in each:
                 if (id(p), address, version) in unchanged:
                     continue
                 if grad.layout != torch.strided:
@@ -110,7 +110,7 @@ class Batches:
                         f"{self._who}: gradients must be dense, got layout {grad.layout} for a "
                         f"param of shape {tuple(p.shape)}; for an Embedding use sparse=False"
                     )
-                policy.prepare(p, of_param, moments)
+                policy.prepare(p, param_state, moments)
             kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
@@ -120,13 +120,13 @@ class Batches:
             yield Batch(g, moments, params, data, grads, states, has_master)
             return
         split: dict[tuple[bool, torch.device], Batch] = {}
-        for p, part, grad, of_param in zip(params, data, grads, states, strict=True):
-            kind = (_has_master(of_param), part.device)
+        for p, part, grad, param_state in zip(params, data, grads, states, strict=True):
+            kind = (_has_master(param_state), part.device)
             batch = split.setdefault(kind, Batch(g, moments, [], [], [], [], kind[0]))
             batch.params.append(p)
             batch.data.append(part)
             batch.grads.append(grad)
-            batch.states.append(of_param)
+            batch.states.append(param_state)
         yield from split.values()
 
     def remember(self) -> None:

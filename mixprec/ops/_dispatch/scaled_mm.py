@@ -162,13 +162,13 @@ def why_not_fp32_scales(
     cuda = torch.version.cuda
     if cuda is not None and tuple(map(int, cuda.split(".")[:2])) < _CUBLAS:
         return f"{who} takes scales of blocks with CUDA 12.9 or later, this torch has {cuda}"
-    of_a, of_b = _squares(a_scale_inv.shape, m, k), _squares(b_scale_inv.t().shape, n, k)
-    if of_a is None or of_b is None or (of_a and of_b):
+    squares_a, squares_b = _squares(a_scale_inv.shape, m, k), _squares(b_scale_inv.t().shape, n, k)
+    if squares_a is None or squares_b is None or (squares_a and squares_b):
         return (
             f"{who} takes scales of blocks per 1 x 128, of one operand also per 128 x 128, got "
             f"{tuple(a_scale_inv.shape)} and {tuple(b_scale_inv.shape)}"
         )
-    if k % BLOCK or (of_a and m % BLOCK) or (of_b and n % BLOCK) or m % 4:
+    if k % BLOCK or (squares_a and m % BLOCK) or (squares_b and n % BLOCK) or m % 4:
         return (
             f"{who} with scales of blocks needs whole blocks and M that is a multiple of 4, got "
             f"M = {m}, N = {n}, K = {k}"

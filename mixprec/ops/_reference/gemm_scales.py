@@ -36,7 +36,7 @@ def check_dtypes(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check(
-    op: str, name: str, t: torch.Tensor, rows: int, k: int, owner: torch.Tensor, *, of_b: bool
+    op: str, name: str, t: torch.Tensor, rows: int, k: int, owner: torch.Tensor, *, is_b: bool
 ) -> None:
     """t is fp32 on owner's device and has one element, or the shape of a granularity.
 
@@ -47,15 +47,15 @@ def check(
     if t.numel() == 1:
         return
     if t.dim() == 2:
-        r, c = reversed(t.shape) if of_b else t.shape
+        r, c = reversed(t.shape) if is_b else t.shape
         if (r == rows or r == chunks(rows)) and (c == 1 or c == chunks(k)):
             return
-    letters = "N" if of_b else "M"
+    letters = "N" if is_b else "M"
     row, block, along = letters, f"ceil({letters}/128)", "ceil(K/128)"
     shapes = [(row, "1"), (row, along), (block, along)]
     sizes = [(rows, 1), (rows, chunks(k)), (chunks(rows), chunks(k))]
     fitting = [
-        f"[{', '.join(s[::-1] if of_b else s)}] = {n[::-1] if of_b else n}"
+        f"[{', '.join(s[::-1] if is_b else s)}] = {n[::-1] if is_b else n}"
         for s, n in zip(shapes, sizes, strict=True)
     ]
     raise ValueError(
@@ -87,13 +87,13 @@ def positive(
     return scale_inv
 
 
-def _per_row(t: torch.Tensor | None, rows: int, *, of_b: bool) -> torch.Tensor | None:
+def _per_row(t: torch.Tensor | None, rows: int, *, is_b: bool) -> torch.Tensor | None:
     """[rows, chunks], [rows, 1] or [1, 1] for a; the transposes for b."""
     if t is None:
         return None
     if t.numel() == 1:
         return t.reshape(1, 1)
-    dim = 1 if of_b else 0
+    dim = 1 if is_b else 0
     if t.shape[dim] != rows:
         t = t.repeat_interleave(CHUNK, dim).narrow(dim, 0, rows)
     return t
@@ -118,10 +118,10 @@ def product(
     a, b, a_scale_inv, b_scale_inv = operands
     m, k, n = *a.shape, b.shape[1]
     at_the_end, by_chunk = [], []
-    for t, rows, of_b in ((a_scale_inv, m, False), (b_scale_inv, n, True)):
-        t = _per_row(t, rows, of_b=of_b)
-        if t is not None and t.shape[0 if of_b else 1] > 1:
-            by_chunk.append((t, 0 if of_b else 1))
+    for t, rows, is_b in ((a_scale_inv, m, False), (b_scale_inv, n, True)):
+        t = _per_row(t, rows, is_b=is_b)
+        if t is not None and t.shape[0 if is_b else 1] > 1:
+            by_chunk.append((t, 0 if is_b else 1))
         elif t is not None and t.numel() > 0:  # none: K = 0
             at_the_end.append(t)
     if by_chunk or promoted:
