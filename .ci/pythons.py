@@ -8,7 +8,7 @@ DROP = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH", "PYTHONDONTWRITEBYTECO
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in DROP} | {"MIXPREC_BUILD": "cpu"}
 
 
-class NotToBeHad(Exception):
+class Unavailable(Exception):
     """The reason that something does not run here."""
 
 
@@ -33,4 +33,4 @@ def interpreter(version: str) -> str:
     for python in found:  # a program of this name may be a stand-in that only prints an error
         if python and output(python, "-c", asked) == version:
             return python
-    raise NotToBeHad(f"no Python {version} on PATH, in pyenv or in uv")
+    raise Unavailable(f"no Python {version} on PATH, in pyenv or in uv")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pythons import ENVIRONMENT, NotToBeHad, interpreter, output
+from pythons import ENVIRONMENT, Unavailable, interpreter, output
 
 from mixprec.bench import report, results
 from mixprec.bench.environment import commit
@@ -51,7 +51,7 @@ def install(python: str, torch: str, folder: Path) -> Path:
     done = subprocess.run([*pip, *packages], capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode:
         errors = re.findall(r"^ERROR: (.+)", done.stderr, re.M)
-        raise NotToBeHad(f"pip: {errors[0] if errors else done.stderr.strip()[-200:]}")
+        raise Unavailable(f"pip: {errors[0] if errors else done.stderr.strip()[-200:]}")
     return inside
 
 
@@ -104,7 +104,7 @@ def run(pair: str) -> dict[str, Any]:
     try:
         print(f"{pair}: installing", flush=True)
         inside = install(interpreter(python), torch, FOLDER / pair)
-    except NotToBeHad as reason:
+    except Unavailable as reason:
         print(f"{pair}: not run: {reason}", flush=True)
         return not_run(pair, str(reason))
     print(f"{pair}: make test, its output is in {log.relative_to(ROOT)}", flush=True)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pythons import ENVIRONMENT, NotToBeHad, interpreter
+from pythons import ENVIRONMENT, Unavailable, interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST, FOLDER = ROOT / "dist", ROOT / "build" / "wheels"
@@ -52,11 +52,11 @@ def wheels_of(version: str) -> list[Path]:
 
 def wheel_of(version: str) -> Path:
     if not (found := wheels_of(version)):
-        raise NotToBeHad(f"no wheel in {DIST}: make wheel ARGS={version}")
+        raise Unavailable(f"no wheel in {DIST}: make wheel ARGS={version}")
     return found[0]
 
 
-def by_chance(library: Path) -> list[str]:
+def leaked_symbols(library: Path) -> list[str]:
     """Parts of libstdc++ that the linker has found in the libraries of torch, so that they name no
     version. exception_ptr, which GCC 11 has begun to export, is left: where libstdc++ is older, it
     comes from torch."""
@@ -71,7 +71,7 @@ def audit_abi(libraries: list[Path]) -> None:
     for version in PYTHONS[1:]:
         try:
             inside = environment(version, FOLDER / "audit", "torch-abi-audit")
-        except NotToBeHad:
+        except Unavailable:
             continue
         run(inside.parent / "torch-abi-audit", "--check", "torch", *libraries)
         return
@@ -101,7 +101,7 @@ def build(version: str) -> None:
         run(inside, "-m", "zipfile", "-e", wheel_of(version), folder)
         libraries = list(Path(folder).rglob("*.so"))
         audit_abi(libraries)
-        if names := [name for library in libraries for name in by_chance(library)]:
+        if names := [name for library in libraries for name in leaked_symbols(library)]:
             wheel_of(version).unlink()
             sys.exit(f"the wheel takes parts of libstdc++ from torch: {' '.join(names)}")
     run(*setup, "sdist", "-d", DIST, env=env, cwd=ROOT)
@@ -143,7 +143,7 @@ def main(command: str, *chosen: str) -> int:
         try:
             {"build": build, "check": check}[command](version)
             done += 1
-        except NotToBeHad as reason:
+        except Unavailable as reason:
             print(f"{version}: {reason}", flush=True)
     return int(done < max(len(chosen), 1))
 

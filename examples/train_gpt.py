@@ -10,7 +10,7 @@ steps than the default, losses only have to be finite.
 
 After the table, a line for each precision says which precision the products of a step really had
 (`mixprec.audit`). fp32-reseeded is FP32 from another seed: a difference smaller than its own to
-fp32 is none that was seen.
+fp32 is within run-to-run noise.
 
 With --lean it trains in FP32 and in the ways of `mixprec.lean`, and shows the bytes of a step.
 

@@ -49,7 +49,7 @@ class Ranks:
         self.process_group = process_group
         self._plan: _Plan | None = None
 
-    def alone(self, params: Sequence[torch.Tensor]) -> bool:
+    def is_local(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
         if self.process_group is not None:
             return False

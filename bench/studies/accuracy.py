@@ -148,12 +148,12 @@ def measure(
 
 
 def verdict(content: dict[str, Any], line: dict[str, Any]) -> str:
-    """A difference smaller than its interval is none that was seen."""
+    """A difference smaller than its interval is not significant."""
     half = line["difference_interval"]
     if half is None:
         return "one seed: no verdict"
     if abs(line["difference"]) <= half:
-        return "no difference seen"
+        return "not significant"
     return "better" if (line["difference"] > 0) == content["more_is_better"] else "worse"
 
 

@@ -83,7 +83,7 @@ print(audit.sqnr_table())
 # ## Train, and compare
 #
 # `compare` trains the same model on the same batches in each recipe, and FP32 once more from
-# other weights: a difference smaller than that one is none that was seen.
+# other weights: a difference smaller than that one is within run-to-run noise.
 
 # %%
 report = mixprec.compare(Model, list(batches(100)), recipes=("fp32", "bf16", "fp8"), device="cpu")

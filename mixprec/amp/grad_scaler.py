@@ -19,7 +19,7 @@ from .optimizers import (
     has_fp16_gradient,
     has_gradient,
     step_prepared,
-    steps_alone,
+    steps_locally,
     unscales_itself,
     unwrap,
 )
@@ -110,7 +110,7 @@ class GradScaler(UnscalesPrepared):
         """The scale, what became of the updates, and the settings. Waits for a GPU."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "scale": power(self.get_scale(), 6),
             "applied_steps": int(self.applied_steps),
             "skipped": int(self.skipped),
@@ -120,7 +120,7 @@ class GradScaler(UnscalesPrepared):
             "max_consecutive_skips": self._max_skips,
             "grow_on_underflow": self._grow_on_underflow,
         }
-        settings = ", ".join(f"{name}={text}" for name, text in told.items() if text is not None)
+        settings = ", ".join(f"{name}={text}" for name, text in fields.items() if text is not None)
         return f"{type(self).__name__}({settings})"
 
     def _start_watch(self) -> None:
@@ -221,7 +221,7 @@ class GradScaler(UnscalesPrepared):
             }
         if not ours:
             return super().step(optimizer, *args, **kwargs)
-        if not unscaled and (has_gradient(optimizer) or not steps_alone(optimizer)):
+        if not unscaled and (has_gradient(optimizer) or not steps_locally(optimizer)):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
             raise AssertionError(

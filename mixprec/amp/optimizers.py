@@ -39,9 +39,9 @@ def has_fp16_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(grad is not None and grad.dtype == torch.float16 for grad in grads)
 
 
-def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+def steps_locally(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step of an optimizer of mixprec involves this rank only."""
-    return optimizer.ranks.alone(params_of(optimizer))  # type: ignore[attr-defined]
+    return optimizer.ranks.is_local(params_of(optimizer))  # type: ignore[attr-defined]
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -85,11 +85,11 @@ class GradReader:
                 table = counts.table(device, params, [g.numel() for g in grads])
                 op(grads, inv_scale.to(device, non_blocking=True), flags[-1], table)
         everyone = params_of(optimizer)
-        alone = self.ranks.alone(everyone)
-        if not flags and alone:
+        is_local = self.ranks.is_local(everyone)
+        if not flags and is_local:
             return {}
         found_inf = any_flag(flags, home) if flags else found_inf
-        if not alone:
+        if not is_local:
             none = torch.zeros(0, dtype=torch.float64, device=home)
             self.ranks.agree_(found_inf, none, [], [], 0, everyone)
         counts.finish(is_set(found_inf))

@@ -231,7 +231,7 @@ def _short(layer: str) -> str:
 
 
 def _whole_powers(ax: Any) -> None:
-    """A logarithmic axis from one power of two to another, two apart at least."""
+    """A logarithmic axis from one power of two to another, two spacing at least."""
     low, high = ax.dataLim.intervaly
     if not 0 < low <= high < math.inf:  # nothing is drawn
         low = high = 1.0
@@ -239,8 +239,8 @@ def _whole_powers(ax: Any) -> None:
     missing = max(0, 2 - (top - bottom))
     ax.set_yscale("log", base=2)
     ax.set_ylim(2.0 ** (bottom - missing / 2 - 0.2), 2.0 ** (top + missing / 2 + 0.2))
-    apart = math.ceil((top - bottom + 1) / 8)
-    ax.set_yticks([2.0**i for i in range(bottom, top + 1, apart)])
+    spacing = math.ceil((top - bottom + 1) / 8)
+    ax.set_yticks([2.0**i for i in range(bottom, top + 1, spacing)])
     ax.minorticks_off()
 
 

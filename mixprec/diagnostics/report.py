@@ -119,8 +119,8 @@ class Report:
         return None if not base or loss is None else loss / base - 1
 
     def chance(self) -> float | None:
-        """How much another seed changes fp32's loss, relatively: the size of the difference of the
-        reseeded row. A smaller difference of a recipe is none that was seen. None without one."""
+        """How much another seed changes the loss of fp32, relatively: the size of the difference of
+        the reseeded row. A smaller one is within run-to-run noise. None without such a row."""
         found = (self.difference(row) for row in self.rows if row.reseeded)
         return next((abs(x) for x in found if x is not None and math.isfinite(x)), None)
 

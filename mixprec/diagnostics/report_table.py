@@ -64,7 +64,7 @@ def _against_chance(report: Report) -> list[str]:
     chance_or_not = "a larger one, which a single run cannot tell from chance"
     return [
         f"{again}: fp32 from another seed, which changes the loss by {chance:.2%}",
-        *([f"{', '.join(smaller)}: no difference seen (it is smaller)"] if smaller else []),
+        *([f"{', '.join(smaller)}: within run-to-run noise"] if smaller else []),
         *([f"{', '.join(larger)}: {chance_or_not}"] if larger else []),
     ]
 

@@ -219,10 +219,12 @@ def _through_activation(
     # The sum for a bias takes the values before the cast; a second delayed scale has no argument.
     how = OperandCast.make("g", recipe, first[0].delayed, g.device, use_t)
     is_cast = how.cast.dtype != ctx.low
-    apart = is_cast and (any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed))
-    results = act_backward_op(g, hidden[0], up, ctx.act, *(Cast(ctx.low) if apart else how.cast))
+    separate = is_cast and (
+        any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed)
+    )
+    results = act_backward_op(g, hidden[0], up, ctx.act, *(Cast(ctx.low) if separate else how.cast))
     pieces: Any = (results[:5], results[5:])[: len(first)]
-    if apart:
+    if separate:
         plain = [piece[0] for piece in pieces]
         return [
             operands.cast(grad_h, "g", recipe, p.delayed, use_t=use_t)

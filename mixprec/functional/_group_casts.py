@@ -31,7 +31,7 @@ def space_apart(offs: torch.Tensor, rows: int) -> int:
     return (rows + (CHUNK - 1) * offs.shape[0]) // CHUNK * CHUNK
 
 
-def _set_apart(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _spread(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [S, C] with its groups at multiples of 128 and zeros between them; and the new offs."""
     rows, space = x.shape[0], space_apart(offs, x.shape[0])
     starts, index = pad(offs, (1, 0)), _index(offs, rows)
@@ -42,8 +42,8 @@ def _set_apart(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch
     # Rows beyond the last group go behind all of them, and so does what invalid offs, which a GPU
     # does not refuse, would put beyond the copy.
     place = torch.where(index < offs.shape[0], place, space).clamp(0, space)
-    apart = x.new_zeros((space + 1, x.shape[1])).index_copy_(0, place, x)
-    return apart.narrow(0, 0, space), ends
+    spread = x.new_zeros((space + 1, x.shape[1])).index_copy_(0, place, x)
+    return spread.narrow(0, 0, space), ends
 
 
 def _amax(magnitudes: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
@@ -104,8 +104,8 @@ def cast_rows(
         scale, inv = _scales(_amax(x.abs().float(), index, offs.shape[0]), role, recipe)
         _, data_t = _cast(x.float() * scale.index_select(0, index), role, recipe, use_t)
         return Operand(data, data_t, scale_inv, inv.narrow(0, 0, offs.shape[0]).unsqueeze(2)), offs
-    apart, ends = _set_apart(x, offs)
-    data_t, scale_inv_t = _rows(apart.t(), role, recipe, granularity)
+    spread, ends = _spread(x, offs)
+    data_t, scale_inv_t = _rows(spread.t(), role, recipe, granularity)
     return Operand(data, data_t, scale_inv, scale_inv_t), ends
 
 

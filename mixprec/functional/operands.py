@@ -22,7 +22,7 @@ from ..ops.quantize_mx import quantize_mx_op
 from ..recipes import DELAYED_ROLES, Recipe
 
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
-_APART = ("row", "block1x128", "mx")  # the transpose has other scales
+_SEPARATE_TRANSPOSE_SCALES = ("row", "block1x128", "mx")  # the transpose has other scales
 
 
 class Matrix(NamedTuple):
@@ -162,7 +162,9 @@ class OperandCast(NamedTuple):
             return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
         scaled = delayed is not None and recipe.is_delayed and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
-        transpose = use_t and (granularity in _APART or _wants_k_major(device, granularity))
+        transpose = use_t and (
+            granularity in _SEPARATE_TRANSPOSE_SCALES or _wants_k_major(device, granularity)
+        )
         how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
         return OperandCast(role, recipe, use_t, how)
 
@@ -188,7 +190,10 @@ class OperandCast(NamedTuple):
             largest.copy_(torch.maximum(largest, seen))
         if not self.use_t:
             return Operand(data, None, scale_inv, None)
-        if not (granularity in _APART or (transpose and granularity == "block128x128")):
+        if not (
+            granularity in _SEPARATE_TRANSPOSE_SCALES
+            or (transpose and granularity == "block128x128")
+        ):
             scale_inv_t = scale_inv.t()
         return Operand(data, data_t if transpose else data.t(), scale_inv, scale_inv_t)
 

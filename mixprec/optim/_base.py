@@ -289,9 +289,9 @@ class Optimizer(torch.optim.Optimizer):
             self._looks_for_ddp -= 1
             equal_masters(params)
         plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
-        alone = plain or self.ranks.alone(params)
+        is_local = plain or self.ranks.is_local(params)
         self._sums, self._last_skip = {}, None
-        if not batches and alone:
+        if not batches and is_local:
             return loss
         grad_scale, found_inf = self._current_scaling()
         # Gradients that a scaler's unscale_ has checked are read again only for their norm.
@@ -316,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
             if must_read:
                 counts = None if seen else self.grad_counts
                 self._sums = _batches.read_norms(batches, unscale, found_inf, counts)
-            if not alone:
+            if not is_local:
                 sums = _batches.agree_norms(
                     self.ranks, batches, found_inf, self._sums, self.param_groups
                 )

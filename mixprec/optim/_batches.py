@@ -235,6 +235,6 @@ def clip_factors(
             rest.append(g)
     if max_grad_norm is not None and rest:
         parts = [sums[g] for g in rest]
-        together = parts[0] if len(parts) == 1 else torch.cat(parts)
-        clips |= dict.fromkeys(rest, clip_coef(together, max_grad_norm))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        clips |= dict.fromkeys(rest, clip_coef(joined, max_grad_norm))
     return clips

@@ -194,7 +194,7 @@ def described(optimizer: Any) -> str:
         short(p.dtype) + _described_form(p, its) for its, params in groups for p in params
     )
     wide = policy.state_dtype == torch.float32
-    told = {
+    fields = {
         "params": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
         "state_dtype": None if wide else _NARROW_STATES.get(policy.state_dtype, "int8"),
         "grad_dtype": None if grad_dtype is None else short(grad_dtype),
@@ -204,7 +204,7 @@ def described(optimizer: Any) -> str:
         "clip": None if optimizer._clip == "current" else optimizer._clip,
         "skipped steps": int(optimizer.skipped),  # waits for a GPU, the only place that knows
     }
-    return "".join(f"    {name}: {text}\n" for name, text in told.items() if text is not None)
+    return "".join(f"    {name}: {text}\n" for name, text in fields.items() if text is not None)
 
 
 def _described_form(param: torch.Tensor, policy: Policy) -> str:

@@ -286,7 +286,7 @@ def test_a_difference_smaller_than_that_of_another_seed_is_none_that_was_seen() 
     assert found.chance() == pytest.approx(0.01)
     assert found.notes() == [
         "again: fp32 from another seed, which changes the loss by 1.00%",
-        "bf16: no difference seen (it is smaller)",
+        "bf16: within run-to-run noise",
         "fp8: a larger one, which a single run cannot tell from chance",
     ]
     assert Report(rows=rows[:3]).chance() is None

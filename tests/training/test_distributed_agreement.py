@@ -126,11 +126,11 @@ def check_agreements() -> list[list[float]]:
     # Only the ranks of the group hear of an overflow on one of them.
     doubled = [2 * norm for norm in by_scope]
     agree(Ranks(across), whole, doubled, flag=2.0 * (rank == 2), found=rank in (0, 2))
-    assert Ranks().alone(whole)
-    assert Ranks().alone([nn.Parameter(whole[0])])
-    assert Ranks().alone([distribute_tensor(whole[0], cube["part"], (Shard(0),))])
-    assert not Ranks().alone([whole[0], sharded[1]])
-    assert not Ranks(across).alone(whole)
+    assert Ranks().is_local(whole)
+    assert Ranks().is_local([nn.Parameter(whole[0])])
+    assert Ranks().is_local([distribute_tensor(whole[0], cube["part"], (Shard(0),))])
+    assert not Ranks().is_local([whole[0], sharded[1]])
+    assert not Ranks(across).is_local(whole)
     assert copy.deepcopy(Ranks(across)).process_group is across
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(Ranks(across))
@@ -149,7 +149,7 @@ def test_agreements_are_those_of_a_single_process() -> None:
 def test_without_ranks_nothing_is_asked() -> None:
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup"):
         Ranks("gloo")  # type: ignore[arg-type]
-    assert Ranks().alone([])
+    assert Ranks().is_local([])
     ranks = pickle.loads(pickle.dumps(Ranks()))
     found = torch.tensor(math.nan)
     p, q = torch.zeros(2), torch.zeros(3)

@@ -36,8 +36,8 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
     same = ((x == y) & (x.signbit() == y.signbit())) | (x.isnan() & y.isnan())
     if same.all():
         return None
-    apart = (x - y).abs()[~same]
-    worst = torch.where(apart.isnan(), torch.inf, apart).max()
+    differences = (x - y).abs()[~same]
+    worst = torch.where(differences.isnan(), torch.inf, differences).max()
     return f"{int((~same).sum())} of {same.numel()} values differ, by {worst:.3g} at most"
 
 
