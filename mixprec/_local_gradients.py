@@ -1,7 +1,8 @@
-"""Find the gradient of a parameter, and the part of it that this rank holds."""
+"""The gradient of a parameter: the part of this rank, and whether a GradScaler has scaled it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -55,3 +56,28 @@ def placed_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether any is a DTensor. Checks each type once, which is faster for many tensors."""
     return any(hasattr(kind, "placements") for kind in set(map(type, tensors)))
+
+
+# By autograd's number. Not per thread: a pass has a thread for each device.
+_passes: deque[int] = deque(maxlen=64)
+_marks = [False]  # whether any optimizer asks
+
+
+def start() -> None:
+    """Losses are marked from here on."""
+    _marks[0] = True
+
+
+def mark(loss: torch.Tensor) -> None:
+    """Record the backward passes through this loss; not in compiled code."""
+    if not torch.compiler.is_compiling() and _marks[0] and loss.requires_grad:
+        loss.register_hook(_record)
+
+
+def is_scaled(task: int) -> bool:
+    """Whether this backward pass has gone through a marked loss."""
+    return task in _passes
+
+
+def _record(_: torch.Tensor) -> None:
+    _passes.append(torch._C._current_graph_task_id())

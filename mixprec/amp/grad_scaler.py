@@ -10,7 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
-from .. import _scaled_losses, ops, scaling
+from .. import _local_gradients, ops, scaling
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
 from .optimizers import (
@@ -186,7 +186,7 @@ class GradScaler(UnscalesPrepared):
             if outputs.dtype == torch.float16 and outputs.numel() == 1:
                 outputs = outputs.float()
             scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
-            _scaled_losses.mark(scaled)
+            _local_gradients.mark(scaled)
             return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)

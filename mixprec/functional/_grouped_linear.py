@@ -11,8 +11,7 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import autocast, checks, simulation
 from ..ops._dispatch.scaled_mm import Blocks
-from ..ops._reference.gemm_groups import check_offs
-from ..ops._reference.gemm_scales import Operands
+from ..ops._reference.gemm_scales import Operands, check_offs
 from ..ops.block_operands import decode
 from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ..recipes import Recipe

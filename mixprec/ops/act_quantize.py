@@ -11,7 +11,7 @@ from ..quantized import Quantized
 from ._dispatch import casts, checks
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
-from ._reference.exp import exp_fp32
+from ._reference.rounding import exp_fp32
 from .quantize import quantize_reference
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import autocast, checks, gemm_grouped_vendor
+from ._dispatch import autocast, checks, gemm_vendor
 from ._dispatch.op import Choice, Op
-from ._reference import gemm_groups, gemm_scales
-from ._reference.gemm_groups import by_rows, groups
-from ._reference.gemm_scales import Operands
+from ._reference import gemm_scales
+from ._reference.gemm_scales import Operands, by_rows, groups
 
 
 def gemm_grouped_reference(
@@ -48,8 +47,8 @@ def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
     if offs.dim() != 1 or (grouped_rows and offs.shape[0] != b.shape[0]):
         e = f"E = {b.shape[0]} as in b [E, K, N]" if grouped_rows else "one end of each group"
         raise ValueError(f"{op}: offs must be [E], {e}, got shape {tuple(offs.shape)}")
-    gemm_groups.check_scales(op, operands, offs)
-    gemm_groups.check_offs(op, operands, offs)
+    gemm_scales.check_scales(op, operands, offs)
+    gemm_scales.check_offs(op, operands, offs)
 
 
 def _check_grouped(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> None:
@@ -89,8 +88,8 @@ gemm_grouped_op = Op(
     fake=_empty,
     check=_check_grouped,
     triton="gemm_grouped",
-    vendor=gemm_grouped_vendor.gemm_grouped_vendor,
-    choice=Choice(gemm_grouped_vendor.order, {"vendor": gemm_grouped_vendor.why_not}),
+    vendor=gemm_vendor.gemm_grouped_vendor,
+    choice=Choice(gemm_vendor.grouped_order, {"vendor": gemm_vendor.grouped_why_not}),
     operands=("a", "b"),
 )
 gemm_grouped_accumulate_op = Op(

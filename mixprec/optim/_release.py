@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction
 
-from .. import _scaled_losses
+from .. import _local_gradients
 from .._local_gradients import LOW_PRECISION
 from .._originals import Codes
 from ..grad_report import is_set
@@ -115,7 +115,7 @@ class Releases:
             raise RuntimeError(f"{who}: release_gradients must be False for create_graph=True")
         elif _is_compiled():
             raise RuntimeError(f"{who}: release_gradients must be False under compiled autograd")
-        elif _scaled_losses.is_scaled(task):
+        elif _local_gradients.is_scaled(task):
             raise RuntimeError(
                 f"{who}: release_gradients=True takes losses as they are, got one that GradScaler "
                 f"has scaled: {_NO_SCALER}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .. import _scaled_losses
+from .. import _local_gradients
 from .._local_gradients import is_sharded
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def watch(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
     """Register the hook where it is needed and not yet there: a frozen param gets it when it is no
     longer."""
     mine = Hook(optimizer)
-    _scaled_losses.start()
+    _local_gradients.start()
     for p in params:
         theirs = (hook.optimizer for hook in _hooks(p) if isinstance(hook, Hook))
         if p.requires_grad and not any(other is optimizer for other in theirs):

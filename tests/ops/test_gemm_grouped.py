@@ -12,7 +12,7 @@ from cases import FP8, LAYOUTS, for_each, name, padded_rows, small_integers, tra
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch import gemm_grouped_vendor
+from mixprec.ops._dispatch import gemm_vendor
 from mixprec.ops.gemm_grouped import gemm_grouped_op
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -138,8 +138,7 @@ def test_threads_do_not_change_the_result(set_threads: Callable[[int], None], th
 
 def test_ends_that_are_not_valid_make_groups_empty_where_they_are_not_refused() -> None:
     """As the kernels of a GPU, which read offs on the device, define it."""
-    from mixprec.ops._reference.gemm_groups import groups
-    from mixprec.ops._reference.gemm_scales import Operands
+    from mixprec.ops._reference.gemm_scales import Operands, groups
 
     a, b = rows((HALF, HALF), 10, 4)
     parts = [part for part, _ in groups(Operands(a, b), offs_of([-3, 6, 4, 99]))]
@@ -230,12 +229,12 @@ def test_what_torch_computes_in_one_call(call: Any, capability: Any, reason: str
     """Its own checks pass, and no value is read on the host, which a fake tensor refuses."""
     with torch._subclasses.FakeTensorMode():
         args = call()
-        said = gemm_grouped_vendor.why_not(gemm_grouped_op.Args(*args), capability)
+        said = gemm_vendor.grouped_why_not(gemm_grouped_op.Args(*args), capability)
         if reason is not None:
             assert reason in str(said)
             return
         assert said is None
-        out = gemm_grouped_vendor.gemm_grouped_vendor(*args)
+        out = gemm_vendor.gemm_grouped_vendor(*args)
         want = gemm_grouped_op.handle("reference")(*args)
         assert (out.shape, out.dtype, out.stride()) == (want.shape, want.dtype, want.stride())
 
@@ -243,7 +242,7 @@ def test_what_torch_computes_in_one_call(call: Any, capability: Any, reason: str
 def test_what_torch_needs_of_sizes_and_lines() -> None:
     def why_not(*args: Any) -> str:
         named = gemm_grouped_op.Args(*args, None, None, OFFS, BF16, False)
-        return str(gemm_grouped_vendor.why_not(named, (9, 0)))
+        return str(gemm_vendor.grouped_why_not(named, (9, 0)))
 
     a, b = torch.zeros(10, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()
     assert why_not(a, b) == "None"
@@ -251,7 +250,7 @@ def test_what_torch_needs_of_sizes_and_lines() -> None:
     assert "multiple of 16 bytes" in why_not(a, b[..., :30])
     assert "begin at multiples" in why_not(torch.zeros(10, 65).bfloat16()[:, 1:], b)
     named = gemm_grouped_op.Args(a, b, None, None, OFFS, HALF, False)
-    assert "bfloat16 result" in str(gemm_grouped_vendor.why_not(named, (9, 0)))
+    assert "bfloat16 result" in str(gemm_vendor.grouped_why_not(named, (9, 0)))
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
@@ -259,5 +258,5 @@ def test_torch_computes_the_same(by_rows: bool) -> None:
     """Its CPU kernel, for the very call; rows beyond the last group are 0."""
     a, b = rows((BF16, BF16), 16, 3, 64, 32) if by_rows else columns((BF16, BF16), 16, 16, 32)
     args = a, b, None, None, offs_of([4, 4, 11]), BF16, False
-    got = gemm_grouped_vendor.gemm_grouped_vendor(*args)
+    got = gemm_vendor.gemm_grouped_vendor(*args)
     assert torch.equal(got, gemm_grouped_op.handle("reference")(*args))

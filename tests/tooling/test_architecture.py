@@ -22,7 +22,7 @@ PACKAGE = ROOT / "mixprec"
 # From the bottom up: a module imports only from layers below its own, never sideways. The names are
 # modules of mixprec; a package stands for all its modules, except that ops is taken apart.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("formats", "_atomic", "_context", "_originals", "_said", "_scaled_losses"),
+    ("formats", "_context", "_originals", "_said"),
     ("quantized", "_modes"),
     ("ops._dispatch.checks",),
     ("ops._reference",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops._dispatch.optimizer_update",),
     ("ops.*",),
     ("ops",),
-    ("_recipe_aliases", "_local_gradients"),
+    ("_local_gradients",),
     ("_master_forms", "_recipe_checks"),
     ("_masters",),
     ("recipes",),
