@@ -67,7 +67,7 @@ class FusedForward:
         return {**vars(self), "known": known_by_content({type(m) for m in self.module.modules()})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        known_by_content(state.pop("known"))  # before the model is compiled
+        known_by_content(state.pop("known", ()))  # before the model is compiled
         vars(self).update(state)
 
 

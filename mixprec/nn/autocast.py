@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,10 @@ _FP32_FUNCTIONS: frozenset[Any] = frozenset(
     for names in FP32_OPS.values()
     for name in names
     if hasattr(place, name)
+)
+# Those in Python that are methods: Dynamo does not find what it makes of them in a set.
+_FP32_METHODS = tuple(
+    f for f in _FP32_FUNCTIONS if isinstance(f, FunctionType) and f in vars(torch.Tensor).values()
 )
 
 
@@ -105,7 +110,8 @@ class autocast(_region.Region):
             # Regions around this one leave the op alone too.
             with replaced("plain", True):
                 return super().__torch_function__(func, types, args, kwargs)
-        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None and not context.plain:
+        is_fp32 = any(func is method for method in _FP32_METHODS) or func in _FP32_FUNCTIONS
+        if is_fp32 and kwargs.get("dtype") is None and not context.plain:
             args = tuple(_to_fp32(arg) for arg in args)
             kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         return super().__torch_function__(func, types, args, kwargs)

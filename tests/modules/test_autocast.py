@@ -49,6 +49,19 @@ def test_regions_choose_the_recipe() -> None:
     assert formats(converted, x) == {"e4m3"}
 
 
+def test_methods_of_the_table_in_compiled_code() -> None:
+    """`x ** 2` and others, which are functions of torch in Python."""
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        with mixprec.autocast():
+            return [x**2, 2**x, x.norm(), x.exp()]
+
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    for got, right in zip(torch.compile(run, backend="aot_eager")(x), run(x), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, right)
+
+
 def test_what_runs_after_the_call_is_not_decorated() -> None:
     def generate() -> Iterator[int]:
         yield 1

@@ -146,9 +146,9 @@ ARCHS = {
 @pytest.mark.parametrize("archs", ARCHS)
 def test_which_gpus_a_build_is_for(archs: str) -> None:
     runs, refused = ARCHS[archs]
-    assert [backends.why_not(archs, capability) for capability in runs] == [None] * len(runs)
+    assert [backends.why_not_built(archs, capability) for capability in runs] == [None] * len(runs)
     for major, minor in refused:
-        reason = str(backends.why_not(archs, (major, minor)))
+        reason = str(backends.why_not_built(archs, (major, minor)))
         assert reason.startswith("the CUDA kernels were built for ")
         assert f"this GPU is {major}.{minor};" in reason
 
