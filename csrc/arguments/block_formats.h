@@ -54,7 +54,7 @@ inline BlockFormatCast check_block_cast(const Tensor& x, const std::string& fmt,
   BlockFormat format = block_format(fmt, "quantize_mx");
   STD_TORCH_CHECK(
       !seed.has_value() || (seed->dim() == 1 && seed->numel() == 1 &&
-                            seed->scalar_type() == ScalarType::Long && together(*seed, x)),
+                            seed->scalar_type() == ScalarType::Long && same_device(*seed, x)),
       "quantize_mx: seed must be int64 [1] on x's device");
   return {dtype, format, scale_mode(mode, format)};
 }
@@ -76,7 +76,7 @@ inline std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 inline std::pair<int64_t, int64_t> check_blocks(const Tensor& data, const Tensor& scale_inv,
                                                 const std::optional<Tensor>& tensor_scale_inv,
                                                 BlockFormat format, int64_t columns) {
-  STD_TORCH_CHECK(data.scalar_type() == element_type(format) && together(scale_inv, data) &&
+  STD_TORCH_CHECK(data.scalar_type() == element_type(format) && same_device(scale_inv, data) &&
                       scale_inv.scalar_type() == block_scale_type(format),
                   "dequantize_mx: data and scale_inv must have the dtypes of fmt, on one device");
   auto [rows, size] = as_matrix(data);
@@ -88,7 +88,7 @@ inline std::pair<int64_t, int64_t> check_blocks(const Tensor& data, const Tensor
   STD_TORCH_CHECK(!tensor_scale_inv.has_value() ||
                       (format == BlockFormat::nvfp4 && tensor_scale_inv->numel() == 1 &&
                        tensor_scale_inv->scalar_type() == ScalarType::Float &&
-                       together(*tensor_scale_inv, data)),
+                       same_device(*tensor_scale_inv, data)),
                   "dequantize_mx: tensor_scale_inv must be one fp32 on data's device, of nvfp4");
   return {rows, columns};
 }

@@ -35,7 +35,7 @@ constexpr int64_t kScaleBlock = 128;
 // How many rows and columns of data [m, k] share a scale, which the shape of scale_inv tells.
 inline std::pair<int64_t, int64_t> check_scale_inv(const Tensor& scale_inv, const Tensor& data,
                                                    int64_t m, int64_t k) {
-  STD_TORCH_CHECK(scale_inv.scalar_type() == ScalarType::Float && together(scale_inv, data),
+  STD_TORCH_CHECK(scale_inv.scalar_type() == ScalarType::Float && same_device(scale_inv, data),
                   "dequantize: scale_inv must be fp32 on data's device");
   if (scale_inv.numel() == 1) return {std::max<int64_t>(1, m), std::max<int64_t>(1, k)};
   auto blocks_in = [](int64_t n) { return (n + kScaleBlock - 1) / kScaleBlock; };

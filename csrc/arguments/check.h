@@ -91,7 +91,7 @@ inline bool on_cpu(const Tensor& t) {
 }
 
 // On one device. The dispatcher calls a CPU kernel only if all tensors are on the CPU.
-inline bool together(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
 
 inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 inline const float* read_fp32(const Tensor& t) {
@@ -101,8 +101,8 @@ inline const float* read_fp32(const Tensor& t) {
 // One element of `type` on the device of `beside`.
 inline void check_scalar(const Tensor& t, ScalarType type, const Tensor& beside, const char* op,
                          const char* name) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && together(t, beside), op, ": ", name,
-                  " must hold one element of the right dtype on the device of the others");
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && same_device(t, beside), op, ": ",
+                  name, " must hold one element of the right dtype on the device of the others");
 }
 
 inline float read_scalar(const MaybeTensor& t, float otherwise, const char* op, const char* name) {
@@ -123,7 +123,7 @@ inline void check_table(const Tensor& t, ScalarType type, std::initializer_list<
                         const Tensor& beside, const char* op, const char* name) {
   STD_TORCH_CHECK(
       has_shape(t, Sizes(shape.begin(), shape.size())) && t.scalar_type() == type &&
-          together(t, beside) && t.is_contiguous(),
+          same_device(t, beside) && t.is_contiguous(),
       op, ": ", name,
       " must be a contiguous table of the right dtype on the device of the others, with "
       "one row per tensor");

@@ -22,7 +22,7 @@ inline std::vector<Dtype> check_grads(const TensorList& grads, const MaybeTensor
   dtypes.reserve(grads.size());
   for (const Tensor& grad : grads) {
     dtypes.push_back(dtype_of(grad, op));
-    STD_TORCH_CHECK(!is_fp8(dtypes.back()) && together(grad, found_inf), op,
+    STD_TORCH_CHECK(!is_fp8(dtypes.back()) && same_device(grad, found_inf), op,
                     ": gradients must be floating point, on found_inf's device");
   }
   return dtypes;

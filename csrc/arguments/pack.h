@@ -16,7 +16,7 @@ inline void check_bits(int64_t bits, const char* op) {
 inline const int64_t* check_offset(const MaybeTensor& offset, const Tensor& x) {
   if (!offset.has_value()) return nullptr;
   STD_TORCH_CHECK(offset->dim() == 1 && offset->numel() == 1 &&
-                      offset->scalar_type() == ScalarType::Long && together(*offset, x),
+                      offset->scalar_type() == ScalarType::Long && same_device(*offset, x),
                   "pack: offset must be int64 [1] on x's device");
   return static_cast<const int64_t*>(offset->const_data_ptr());
 }
@@ -31,7 +31,7 @@ inline int64_t check_packed(const Tensor& codes, const Tensor& ranges, int64_t b
     n *= size;
   }
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 1 &&
-                      codes.numel() == packed_bytes(n, bits) && together(codes, ranges),
+                      codes.numel() == packed_bytes(n, bits) && same_device(codes, ranges),
                   "unpack: codes must be uint8, of the size of the packed shape, beside ranges");
   STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::BFloat16 && ranges.dim() == 2 &&
                       ranges.size(0) == packed_groups(n) && ranges.size(1) == 2,

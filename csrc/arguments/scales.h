@@ -20,7 +20,7 @@ inline float check_scale_from_amax(const Tensor& scale, const Tensor& scale_inv,
   float fmt_max = format_max(dtype_of(type, "scale_from_amax_: dtype"));
   STD_TORCH_CHECK(fmt_max > 0.0f, "scale_from_amax_: dtype must be fp8, fp16 or bf16");
   for (const Tensor* t : {&scale, &scale_inv, &amax}) {
-    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && together(*t, scale) &&
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && same_device(*t, scale) &&
                         same_shape(*t, scale) && (t == &amax || is_writable(*t)),
                     "scale_from_amax_: scale, scale_inv and amax must be fp32 of one shape");
   }
@@ -70,7 +70,7 @@ inline void check_delayed_scales(const TensorList& amax_histories, const TensorL
   for (size_t i = 0; i < n; ++i) {
     const Tensor& history = amax_histories[i];
     STD_TORCH_CHECK(history.dim() == 1 && history.numel() > 0 &&
-                        same_shape(history, amax_histories[0]) && together(history, scales[0]) &&
+                        same_shape(history, amax_histories[0]) && same_device(history, scales[0]) &&
                         history.scalar_type() == ScalarType::Float && is_writable(history),
                     op, ": amax_histories must be fp32 [L] on one device");
     check_scalar(scales[i], ScalarType::Float, scales[0], op, "scales");

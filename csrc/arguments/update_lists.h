@@ -74,7 +74,7 @@ class UpdateCheck {
   bool check_like(const Tensor& t, Sizes sizes, bool written, const char* what) const {
     bool contiguous = t.is_contiguous();
     require(has_shape(t, sizes) && (contiguous || !written || is_writable(t)) &&
-                (!on_gpu_ || together(t, a_.steps)),
+                (!on_gpu_ || same_device(t, a_.steps)),
             what);
     return contiguous;
   }

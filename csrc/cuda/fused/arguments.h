@@ -11,7 +11,7 @@ inline Tensor checked(const Tensor& t, const Tensor& x, bool is_vector, const st
   bool fits = is_vector ? t.dim() == 1 && x.dim() > 0 && t.size(0) == x.size(x.dim() - 1)
                         : same_shape(t, x);
   float_dtype(t, what);
-  STD_TORCH_CHECK(together(t, x), what, " must be on x's device");
+  STD_TORCH_CHECK(same_device(t, x), what, " must be on x's device");
   STD_TORCH_CHECK(fits, what,
                   is_vector ? " must be [K], x's last dimension" : " must be of x's shape");
   return row_major(t);

@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor g, Tensor x, MaybeTen
   auto [rows, cols] = as_matrix(x);
   bool layer_norm = mean.numel() > 0;
   for (const Tensor& t : {mean, rstd}) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && together(t, x) && t.dim() == 1 &&
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && same_device(t, x) && t.dim() == 1 &&
                         (t.size(0) == rows || (t.get() == mean.get() && !layer_norm)),
                     "norm_backward: mean and rstd must be fp32 [M], x's rows, on x's CUDA device");
   }

@@ -214,7 +214,7 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
 }
 
 void check_pair(const Operand& a, const Operand& b, const char* op) {
-  STD_TORCH_CHECK(a.k() == b.k() && together(a.tensor, b.tensor), op,
+  STD_TORCH_CHECK(a.k() == b.k() && same_device(a.tensor, b.tensor), op,
                   ": a [M, K] and b [K, N] must agree in K and in their device");
 }
 
@@ -234,9 +234,9 @@ Tensor gemm_op(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_
   STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
   if (bias.has_value()) {
     bias_dtype = dtype_of(*bias, "gemm: bias");
-    STD_TORCH_CHECK(
-        is_float(bias_dtype) && bias->dim() == 1 && bias->numel() == y.rows() && together(*bias, a),
-        "gemm: bias must be [N], fp32, bf16 or fp16, on a's device");
+    STD_TORCH_CHECK(is_float(bias_dtype) && bias->dim() == 1 && bias->numel() == y.rows() &&
+                        same_device(*bias, a),
+                    "gemm: bias must be [N], fp32, bf16 or fp16, on a's device");
     bias = row_major(*bias);
   }
   check_arch(a, "gemm");
@@ -253,7 +253,7 @@ void gemm_accumulate_op(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   Operand x = operand_of(a, 0, a_scale_inv, op, "a"), y = operand_of(b, 1, b_scale_inv, op, "b");
   check_pair(x, y, op);
   STD_TORCH_CHECK(acc.dim() == 2 && acc.size(0) == x.rows() && acc.size(1) == y.rows() &&
-                      acc.scalar_type() == ScalarType::Float && together(acc, a) &&
+                      acc.scalar_type() == ScalarType::Float && same_device(acc, a) &&
                       is_writable(acc),
                   "gemm_accumulate_: acc must be [M, N], fp32, on a's device, writable");
   check_arch(a, op);

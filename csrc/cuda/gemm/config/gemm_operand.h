@@ -29,7 +29,7 @@ inline Strided strided(const Tensor& t, int row) {
 inline void set_scale(Operand& x, const MaybeTensor& given, const char* op, const char* name) {
   if (!given.has_value()) return;
   const Tensor& s = *given;
-  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float && together(s, x.tensor), op, ": ", name,
+  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float && same_device(s, x.tensor), op, ": ", name,
                   "_scale_inv must be fp32 on ", name, "'s device");
   auto* data = static_cast<const float*>(s.const_data_ptr());
   std::optional<Scales> found;
