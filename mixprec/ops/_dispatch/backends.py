@@ -44,8 +44,8 @@ def why_not_built(archs: str, capability: tuple[int, int]) -> str | None:
 
 BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
 # The order of preference per device type; an op with a `Choice` has its own on a GPU. On the CPU
-# the reference does not replace a missing build: there the load error is raised. On a GPU every
-# kernel has to agree with its reference before it is used for the first time.
+# the reference runs ops that have no C++ kernel, but does not replace a missing build: there the
+# load error is raised. On a GPU every kernel has to agree with its reference before it is used.
 ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}
 ANYWHERE = ("reference",)
 _OPTIONAL = ("cuda", "triton", "vendor")  # what MIXPREC_DISABLE can leave out

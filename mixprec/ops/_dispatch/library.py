@@ -71,6 +71,10 @@ CUDA_ERROR = _load_cuda()
 CUDA_ARCHS = C.build_info().get("cuda_archs", "") if C is not None else ""
 
 
+def has_cpu_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", "CPU")
+
+
 def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", "CUDA")
 

@@ -28,6 +28,13 @@ _GROUPS: dict[str, Any] = {"cast": Cast, "operands": Operands}  # arguments that
 OPS: dict[str, Op] = {}  # every op, by name
 
 
+def _no_examples(device: str) -> Iterator[list[Any]]:
+    raise RuntimeError(
+        "it has no example inputs to be compared on: give examples= to Op, or write a function of "
+        "its name in example_inputs"
+    )
+
+
 class Choice(NamedTuple):
     """How the variant of an op on a GPU is chosen for each call.
 
@@ -51,7 +58,8 @@ class Op:
     check: raises ValueError or TypeError for invalid arguments (the compiled kernels check again,
     in C++). fake: shapes, dtypes and strides of the results; None for an op without any. examples:
     small inputs on a device, for the comparison with the reference before a GPU kernel is first
-    used; None: the function of `example_inputs` with the op's name. triton: the module of
+    used; None: the function of `example_inputs` with the op's name, and without one no GPU kernel
+    is used. triton: the module of
     mixprec.triton_kernels with a function of the op's name, imported when it is first launched.
     vendor: the equivalent in torch on a GPU. choice: which variant is used for which calls on a
     GPU. operands: the arguments that torch.autocast casts; it does not affect other arguments or
@@ -74,7 +82,8 @@ class Op:
     ) -> None:
         parsed = torch._C.parse_schema(f"mixprec::{name}{schema}").arguments
         self.name, self.triton, self.choice = name, triton, choice
-        self.examples = examples or getattr(example_inputs, name.removesuffix("_"))
+        known = getattr(example_inputs, name.removesuffix("_"), _no_examples)
+        self.examples: Callable[[str], Iterator[list[Any]]] = examples or known
         self.arguments = tuple(argument.name for argument in parsed)
         self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
         self.check = self.by_name(check)
@@ -96,7 +105,7 @@ class Op:
         self._warned = False
         self._define(schema, self.by_name(reference), fake)
         OPS[name] = self
-        if library.LOAD_ERROR is None:
+        if self._has_cpp:
             self.choose("cpu")  # now, so that compiled code has no guard on a choice made later
 
     def by_name(self, function: Function) -> Function:
@@ -116,6 +125,10 @@ class Op:
             return operator.itemgetter(self.arguments.index(name))
         first = self.arguments.index(group._fields[0])
         return lambda args: group(*args[first : first + len(group._fields)])
+
+    @cached_property
+    def _has_cpp(self) -> bool:
+        return library.LOAD_ERROR is None and library.has_cpu_kernel(self.name)
 
     def variant_name(self, variant: str) -> str:
         """`gemm`, `triton` -> `gemm_triton`; `unscale_`, `reference` -> `unscale_reference_`."""
@@ -198,6 +211,8 @@ class Op:
             return reason
         if reason := backends.disabled(backend, self.name) or self.left_out.get((backend, index)):
             return reason
+        if backend == "cpp" and not self._has_cpp:
+            return "it has no C++ kernel"
         if backend == "triton" and self.triton is None:
             return "it has no Triton kernel"
         if backend == "vendor" and self._vendor is None:
@@ -217,6 +232,8 @@ class Op:
             return (forced,)
         if device == "cuda" and self.choice is not None:
             return self.choice.order(args, library.capability(index))
+        if device == "cpu" and library.LOAD_ERROR is None and not self._has_cpp:
+            return backends.ANYWHERE
         return backends.ORDER.get(device, backends.ANYWHERE)
 
     def backend(self, device: str, index: int = 0, args: Args | None = None) -> str:
