@@ -274,4 +274,6 @@ def _peak(device: torch.device) -> Iterator[tuple[int | None, Callable[[], int |
     except OSError:
         yield None, lambda: None
     else:
-        yield resident("VmRSS"), lambda: resident("VmHWM")
+        start = resident("VmRSS")
+        # Linux counts the pages of each thread apart, and the sum may be some pages behind.
+        yield start, lambda: max(filter(None, (start, resident("VmHWM"))), default=None)
