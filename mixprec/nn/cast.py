@@ -165,8 +165,8 @@ def cast_parameters(
         has_master = bool(_masters.find(param))
         is_done |= param.dtype == target and not has_master  # else float() has left it rounded
         if is_done or param.dtype not in _CASTABLE:
-            if keep_masters and is_done and target in LOW_PRECISION:
-                _masters.follow(param, places[param])
+            if keep_masters and is_done and dtype in LOW_PRECISION:
+                _masters.follow(param, places[param])  # also of FP32, which `to` may cast later
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
         exact = _masters.values_of(param) if has_master else param.data

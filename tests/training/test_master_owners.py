@@ -514,3 +514,15 @@ def test_a_model_that_holds_its_optimizer_is_copied() -> None:
     model.optimizer = SGD(model.parameters(), lr=1e-4)
     before = fp32_state_dict(model)
     assert torch.equal(fp32_state_dict(copy.deepcopy(model))["weight"], before["weight"])
+
+
+def test_a_norm_that_torch_casts_later_takes_fp32_values() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model = cast_parameters(model, torch.bfloat16).to(torch.bfloat16)
+    optimizer, p = SGD(model.parameters(), lr=1e-4), model[1].weight
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    new = _masters.values_of(p) + 1e-4
+    model.load_state_dict({"1.weight": new}, strict=False)
+    optimizer.step()
+    torch.testing.assert_close(_masters.values_of(p), new - 1e-4, rtol=0, atol=1e-7)
