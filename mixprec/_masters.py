@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -38,6 +39,12 @@ class _Counter:
     value = 0
 
 
+class _Copies:
+    """Whether a module was copied or unpickled whose parameters may lack their records."""
+
+    are_new = False
+
+
 class Entries:
     """The records of a module by the names of its parameters."""
 
@@ -60,6 +67,7 @@ def _of(param: torch.Tensor | None, record: Record) -> Record:
 def _entries(module: nn.Module, records: dict[str, Record]) -> Entries:
     entries = Entries(module)
     entries.records = records
+    _Copies.are_new = True
     return entries
 
 
@@ -81,6 +89,26 @@ def find(param: torch.Tensor) -> Record | None:
                 vars(param)[_NAME] = its = _not_of_another(param, its)
                 return its
     return record
+
+
+def attach() -> None:
+    """Give each parameter in a known place its record, so that `known` has it: one pass in place of
+    a search for each of many parameters."""
+    places = [*_places()]
+    uses = Counter(id(its) for _, _, its in places)
+    for module, name, its in places:
+        param = module._parameters.get(name)
+        if param is not None and _NAME not in vars(param):
+            if uses[id(its)] == 1:
+                vars(param)[_NAME] = its
+            else:
+                find(param)
+    _Copies.are_new = any(_NAME not in vars(module) for module in list(_modules))
+
+
+def known(param: torch.Tensor) -> Record | None:
+    """`find` without a search, after `attach`."""
+    return vars(param).get(_NAME)
 
 
 def _places() -> Iterator[tuple[nn.Module, str, Record]]:
@@ -115,9 +143,9 @@ def keep(
 ) -> None:
     """Record the values that `param` had before it was rounded to what it holds now.
 
-    Where it is not trained, only what was cut off: 16 bits of BF16, or nothing.
+    Where it is not trained, only what was cut off: 16 bits of BF16, or nothing. After `attach`.
     """
-    record = find(param)
+    record = known(param)
     record = {} if record is None else record
     record.clear()
     if param.requires_grad:
@@ -130,8 +158,9 @@ def keep(
 
 
 def follow(param: torch.Tensor, places: Collection[tuple[nn.Module, str]]) -> None:
-    """Enter the record into the modules that have the parameter; without one, an empty one."""
-    if (record := find(param)) is None:
+    """Enter the record into the modules that have the parameter; without one, an empty one. After
+    `attach`."""
+    if (record := known(param)) is None:
         _attach(param, record := {})
     for module, name in places:
         if _NAME not in vars(module):
@@ -151,7 +180,9 @@ def _attach(param: torch.Tensor, record: Record) -> None:
 
 def _at_a_new_place(module: nn.Module, name: str, param: torch.Tensor | None) -> None:
     """A hook of all modules: a parameter may move, as into a parametrization."""
-    if param is not None and find(param) is not None:
+    if _Copies.are_new:
+        attach()
+    if param is not None and known(param) is not None:
         follow(param, [(module, name)])
 
 
@@ -258,7 +289,8 @@ def claim(
 ) -> None:
     """Bring the record into the form that an optimizer keeps, and put its tensor into `state`.
 
-    form: None for a parameter that is all there is; one in FP32 gets the values that it had.
+    form: None for a parameter that is all there is; one in FP32 gets the values that it had. After
+    `attach`.
     """
     for name in FORMS:
         held = state.get(name)
@@ -268,7 +300,7 @@ def claim(
                 f"{tuple(held.shape)}: cut or extend state[param][{name!r}] as the other entries, "
                 "or delete it, and it is made from the param"
             )
-    record = find(param)
+    record = known(param)
     is_new = record is None
     record = {} if record is None else record
     before = {name: record[name] for name in FORMS if name in record}

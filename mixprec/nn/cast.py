@@ -157,12 +157,14 @@ def cast_parameters(
         for name, p in module._parameters.items():
             if p is not None:
                 places.setdefault(p, []).append((module, name))
+    _masters.attach()
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
         is_done = param.dtype == target and target in LOW_PRECISION
-        if is_done and not keep_masters:
+        has_master = bool(_masters.known(param))
+        if is_done and has_master and not keep_masters:
             _masters.forget(param)
-        has_master = bool(_masters.find(param))
+            has_master = False
         is_done |= param.dtype == target and not has_master  # else float() has left it rounded
         if is_done or param.dtype not in _CASTABLE:
             if keep_masters and is_done and dtype in LOW_PRECISION:
@@ -173,7 +175,7 @@ def cast_parameters(
         param.data = exact.to(target)
         if keep_masters and target in LOW_PRECISION:
             _masters.keep(param, exact, places[param])
-        else:
+        elif has_master:
             _masters.forget(param)
         if grad is not None:
             param.grad = grad.to(target)

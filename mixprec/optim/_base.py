@@ -156,10 +156,11 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         self._ids = list(map(id, params))
         self._index = {key: i for i, key in enumerate(self._ids)}
+        _masters.attach()
         for group in self.param_groups:
             policy = self._policy_of(group)
             for p in group["params"]:  # whose FP32 values take the form that they are to have
-                if p.requires_grad and p not in self.state and _masters.find(p):
+                if p.requires_grad and p not in self.state and _masters.known(p):
                     policy.claim(p, {})
         # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = any(p.dtype in LOW_PRECISION for p in params)
@@ -422,11 +423,12 @@ class Optimizer(torch.optim.Optimizer):
         """The states to save where masters are not, or no longer, those in `state`: before the
         first step, and after FP32 weights were loaded. Nothing is changed."""
         states: dict[torch.Tensor, dict[str, Any]] = {}
+        _masters.attach()
         for group in self.param_groups:
             policy, moments = self._policy_of(group), self._moments(group)
             for p in group["params"]:
                 form, state = policy.master(p), self.state.get(p)
-                record = _masters.find(p) if form and (state or p.requires_grad) else None
+                record = _masters.known(p) if form and (state or p.requires_grad) else None
                 if record is None or form is None or not (record or state):
                     continue
                 if state is None or form not in state or record.get(form) is not state[form]:

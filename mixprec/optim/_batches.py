@@ -101,6 +101,7 @@ class Batches:
                 unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
             keys = list(zip(now[0], addresses, versions, strict=True))
             self.all_written |= bool(unchanged) and unchanged.isdisjoint(keys)
+            _masters.attach()
             each = zip(params, grads, states, addresses, versions, strict=True)
             for p, grad, param_state, address, version in each:
                 if (id(p), address, version) in unchanged:
@@ -207,7 +208,7 @@ def agree_norms(
 ) -> dict[int, torch.Tensor]:
     """Reduce the flag and the squared norms of each group over all ranks that share the params.
 
-    sums: of this rank, from `read`; a rank may have no gradient of a group, or none at all.
+    sums: of this rank, from `read_norms`; a rank may have no gradient of a group, or none at all.
     """
     order = sorted(sums)
     params = [p for g in order for b in batches if b.group == g for p in b.params]

@@ -526,3 +526,21 @@ def test_a_norm_that_torch_casts_later_takes_fp32_values() -> None:
     model.load_state_dict({"1.weight": new}, strict=False)
     optimizer.step()
     torch.testing.assert_close(_masters.values_of(p), new - 1e-4, rtol=0, atol=1e-7)
+
+
+def test_places_are_not_searched_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    places = _masters._places
+    monkeypatch.setattr(_masters, "_places", lambda: searched.append(1) or places())
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+
+    model = copy.deepcopy(cast_parameters(build(), torch.bfloat16))
+    other = build()
+    optimizer = AdamW([*cast_parameters(build(), torch.bfloat16).parameters(), *other.parameters()])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert len(searched) < 10
+    assert _masters.has_values(model[0].weight)
