@@ -37,9 +37,8 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .memory.compress_saved import compress_saved
     from .nn.autocast import autocast
     from .nn.cast import cast_parameters
-    from .nn.convert import convert, convert_to_float8_training
+    from .nn.convert import convert, convert_to_float8_training, unconvert
     from .nn.reuse_weights import reuse_weights
-    from .nn.unconvert import unconvert
     from .recipes import Recipe
     from .scaling import update_scales
 
@@ -127,7 +126,7 @@ _DEFINED_IN = {
     "plan": "diagnostics.plan.planning",
     "reuse_weights": "nn.reuse_weights",
     "save_checkpoint": "checkpoint",
-    "unconvert": "nn.unconvert",
+    "unconvert": "nn.convert",
     "update_scales": "scaling",
     "why_not": "availability",
 }

@@ -12,8 +12,8 @@ from torch import nn
 
 from . import testing
 from .frozen_linear import STORAGES, FrozenLinear
+from .nn._content import adapted_layer, imported_class
 from .nn.convert import ModuleFilter
-from .nn.imported import adapted_layer, imported_class
 from .nn.kinds import ADAPTER, Coverage, adapters, computes_linear, coverage, leave_fast_paths
 from .ops._dispatch import checks
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from .formats import E2M1, E4M3
-from .nn._region import is_for_onnx
+from .nn.autocast import is_for_onnx
 from .ops import dequantize, quantize
 from .ops._dispatch import checks
 from .ops.int8 import dequantize_int8, quantize_int8

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import function
 
 from .._context import context, replaced
-from .._modes import nor_below
+from .._modes import is_watched, nor_below
 from ..memory.running import running
 from ._transforms import run_transformed
 
@@ -41,6 +41,24 @@ def twice_differentiable() -> Iterator[None]:
 
 def is_twice_differentiable() -> bool:
     return not torch.compiler.is_compiling() and context.twice_differentiable
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether x is an ordinary tensor, of which every function is torch's."""
+    return type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
+
+
+def may_run_as_one(*tensors: Any, transforms: bool = False) -> bool:
+    """Whether one function of ours may stand for several of torch's, of these tensors: nothing is
+    to see each of them. transforms: those of torch.func may."""
+    if is_twice_differentiable() or is_watched() or not all(map(is_plain, tensors)):
+        return False
+    if transforms or torch.compiler.is_compiling():
+        return True
+    return not torch._C._are_functorch_transforms_active()
 
 
 def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..functional._loss import Loss
+from ..functional._linear_cross_entropy import Loss
 from ..nn._content import content_of, undecorated
-from ..nn._known_functions import RENAMES
+from ..nn._scope import RENAMES
 from ..nn.linear import Linear
 from ..nn.linear_cross_entropy import head_loss
 

@@ -13,10 +13,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._context import context, replaced
 from .._modes import nor_below
-from . import kinds
 from .packed import Kept, Packer, Saved
 from .plan import form_of
-from .running import Op, Watch, current, is_held_by_owner
+from .running import (
+    NAMES,
+    OF_MODULES,
+    Op,
+    Watch,
+    current,
+    is_held_by_owner,
+    is_weight,
+    kind_of,
+    newest_operand,
+)
 
 Bits = int | str | Mapping[str, int | str | None]
 _MODES: dict[object, int] = {"int8": 8, "int4": 4, 8: 8, 4: 4}
@@ -122,7 +131,7 @@ def _by_module(
 def _hooks(
     mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int | None
 ) -> Iterator[None]:
-    modes, watch, packer = _Modes(mode), Watch(kinds.NAMES), Packer(seed)
+    modes, watch, packer = _Modes(mode), Watch(NAMES), Packer(seed)
     by_param = WeakTensorKeyDictionary()  # the mode of the parameter's module
     for module, own in (by_module or {}).items():
         by_param.update((p, own) for p in module.parameters(recurse=False))
@@ -131,14 +140,14 @@ def _hooks(
     def pack(t: torch.Tensor) -> Kept | Saved:
         op, form = current(t), None
         number = _mode_of(op, modes, by_param)
-        if number is not None and _may_compress(t, watch) and not kinds.is_weight(t, op):
+        if number is not None and _may_compress(t, watch) and not is_weight(t, op):
             form = form_of(t, op, number)
         if op is None or form is None:
             saved: Kept | Saved = Kept(t)
         else:
-            saved = packer.pack(t, form, op.sequence, kinds.newest_operand(op))
+            saved = packer.pack(t, form, op.sequence, newest_operand(op))
         if context.record is not None:
-            context.record(kinds.kind_of(op), t if isinstance(saved, Kept) else saved)
+            context.record(kind_of(op), t if isinstance(saved, Kept) else saved)
         return saved
 
     with ExitStack() as stack:
@@ -210,7 +219,7 @@ def _mode_of(op: Op | None, modes: _Modes, by_param: WeakTensorKeyDictionary) ->
     """The mode of the module that runs; where several run as one function, that which keeps most
     of those of their own."""
     mode: int | None = modes.stack[-1]
-    if op is None or op.name not in kinds.OF_MODULES or not len(by_param):
+    if op is None or op.name not in OF_MODULES or not len(by_param):
         return mode
     bases = (t if t._base is None else t._base for t in op.tensors())
     own = [by_param[base] for base in bases if base in by_param]

@@ -8,9 +8,8 @@ import torch
 
 from ..ops import saved_values as values
 from .forms import GLU, Dropped, Exact, Gate, Limited, Linear, Mask, Negative, Rows, Wide
-from .kinds import is_result, kind_of
 from .packed import Form
-from .running import Op
+from .running import Op, is_result, kind_of
 
 # Of the modes "int8" and "int4". Measured with examples/train_gpt.py: with every tensor in 4 bits
 # the GPT does not train; with those of attention in 8 bits and losses as they are it does. What ops

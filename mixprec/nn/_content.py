@@ -248,3 +248,14 @@ def _attributes(node: Any) -> set[str]:
     arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args)][:1]
     found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
     return {n.attr for n in found if isinstance(n.value, ast.Name) and n.value.id in arguments}
+
+
+def imported_class(module: str, name: str) -> Any:
+    """The class `name` of `module`; None if that has not been imported, or has no such class."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) else None
+
+
+def adapted_layer() -> Any:
+    """The class of peft's layers that adapt another one, their base_layer."""
+    return imported_class("peft.tuners.tuners_utils", "BaseTunerLayer")

@@ -1,4 +1,4 @@
-"""Part: norm -> linear layers -> activation -> linear of a module's children as one function."""
+"""Modules that run as one function: norm, linear layers, activation, linear; or one of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .._modes import is_watched
 from .._originals import CALL
-from ..functional._derivatives import is_twice_differentiable
+from ..functional._derivatives import PLAIN, apply, is_plain, may_run_as_one
 from ..functional._fused import Norm, run_fused
 from ..functional._linear import check_input
+from ..functional._one_pass import Activation, RowNorm
 from ..functional._products import Product
 from ..memory.compress_saved import ModuleHook
-from ..ops._dispatch import checks
-from . import _region
-from ._fused_forward import own_forward
-from .known import NormSpec, spec_of
-from .known_norms import as_input
+from ..ops._dispatch import autocast, checks
+from ._replaced import Fused, has_other_forward
+from .autocast import current_region, is_for_onnx, recipe_here, without_modes
+from .known import NormSpec, Spec, spec_of
+from .known_casts import as_input
 from .linear import Conv1D, Linear, product_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)
-PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def norm_of(module: nn.Module) -> NormSpec | None:
@@ -62,7 +61,7 @@ def why_not_fused(
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(hook is not as_input and type(hook) is not ModuleHook for hook in hooks):
             return "hooks on a layer, norm or activation"
-        if own_forward(module) or module._compiled_call_impl is not None:
+        if has_other_forward(module) or module._compiled_call_impl is not None:
             return "a module with a forward pass of its own"
         if any(p is not None and type(p) not in PLAIN for p in module._parameters.values()):
             return "sharded or otherwise special parameters"
@@ -79,9 +78,7 @@ def fits_norm(x: Any, spec: NormSpec) -> bool:
     weight, bias = spec.weight, spec.bias
     dtypes = (torch.float32, x.dtype) if type(x) in PLAIN else ()
     return (
-        type(x) in PLAIN
-        and x.layout is torch.strided
-        and not x.is_nested
+        is_plain(x)
         and x.dtype in checks.FLOATS
         and x.dim() > 0
         and x.shape[-1] == spec.size
@@ -91,7 +88,7 @@ def fits_norm(x: Any, spec: NormSpec) -> bool:
     )
 
 
-class Part:
+class FusedBlock:
     """norm(x), if there is a norm, then the outputs of `first`, or last(act(h) [* up]) of them."""
 
     def __init__(
@@ -117,14 +114,14 @@ class Part:
         """Whether it runs as one function here; else its modules are to be called one by one."""
         if self.why_not_fused() is not None or _has_any_global_hook():
             return False
-        if type(x) not in PLAIN or is_twice_differentiable() or is_watched():
+        if not may_run_as_one(x, transforms=True):
             return False
         if self.norm is not None:
             spec = norm_of(self.norm)
             # In a region norms are FP32, and so is what the layers behind them return.
-            if spec is None or not fits_norm(x, spec) or _region.current_region() is not None:
+            if spec is None or not fits_norm(x, spec) or current_region() is not None:
                 return False
-        return _region.recipe_here(self.first[0].recipe) is not None
+        return recipe_here(self.first[0].recipe) is not None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -132,12 +129,12 @@ class Part:
         """The outputs; with a residual those of x + residual, and then this sum."""
         if not self.is_fused(x):
             return self._one_by_one(x, residual)
-        with _region.without_modes():
+        with without_modes():
             return self.run(x, residual)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """The outputs, where `is_fused`."""
-        recipe = _region.recipe_here(self.first[0].recipe)
+        recipe = recipe_here(self.first[0].recipe)
         assert recipe is not None, "is_fused"
         settings: dict[str, Any] = {}
         dtype = x.dtype
@@ -175,3 +172,57 @@ class Part:
             a = self.act(outputs[0])
             outputs = (self.last(a if len(outputs) == 1 else a * outputs[1]),)
         return outputs if residual is None else (*outputs, total)
+
+
+# On a CPU, 1,024 rows of 512 to 2,048, forward and backward: torch's RMSNorm takes 2.5 to 6 times
+# our time and its gelu_tanh 2 to 3 times; LayerNorm, GELU and SiLU 0.5 to 1.15 times, and are one
+# pass already.
+_KINDS = ("gelu_tanh",)
+
+
+class FusedNorm(Fused):
+    """An RMSNorm in one pass."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.only_argument(args, kwargs)
+        spec = norm_of(self.module)
+        if spec is None or not fits_norm(x, spec) or not _is_one_pass(x):
+            return self.original(*args, **kwargs)
+        dtype = x.dtype
+        if spec.promote and spec.weight is not None:
+            dtype = torch.promote_types(dtype, spec.weight.dtype)
+        with without_modes():
+            settings = spec.weight, spec.bias, spec.eps, spec.subtract_mean
+            return apply("norm", RowNorm, x, *settings, dtype)
+
+
+class FusedActivation(Fused):
+    """An activation in one pass."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.only_argument(args, kwargs)
+        kind = activation_of(self.module)
+        if kind not in _KINDS or not _is_one_pass(x):
+            return self.original(*args, **kwargs)
+        with without_modes():
+            return apply("gelu", Activation, x, kind)
+
+
+def one_pass_class(spec: Spec | None) -> type[Fused] | None:
+    """The class for a module that computes `spec`; None if it is to stay as it is."""
+    if isinstance(spec, NormSpec) and not spec.subtract_mean:
+        return FusedNorm
+    return FusedActivation if spec in _KINDS else None
+
+
+def _is_one_pass(x: Any) -> bool:
+    """Whether a module runs as one function of x here; else as its own class does."""
+    return (
+        may_run_as_one(x)
+        and x.dtype in checks.FLOATS
+        and x.dim() > 0
+        # In a region norms and powers are FP32; in torch.autocast as well, but not on a CPU.
+        and current_region() is None
+        and not is_for_onnx()
+        and (x.is_cpu or not autocast.is_on(x.device.type))
+    )

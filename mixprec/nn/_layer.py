@@ -15,8 +15,8 @@ from ..ops._dispatch import autocast
 from ..ops._dispatch.checks import NOT_TRACED
 from ..recipes import Recipe
 from . import _loss_scaling
-from ._region import recipe_here
 from ._subclass import class_for, inject_parametrizations, names_of
+from .autocast import recipe_here
 
 CLIPPED = "clipped"  # the buffer, int64 []
 OUTLIERS = "outliers"  # the buffer [K], 1 for outliers and 0 for other features

@@ -9,8 +9,8 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from .. import functional
 from ..ops._dispatch import checks
 from ..recipes import Recipe
-from . import _region
 from ._layer import Layer
+from .autocast import recipe_here
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,7 +45,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """query [B, L, E], key [B, S, K], value [B, S, V]; [L, B, E], ... without batch_first; or
         without B. Masks, results and errors as in torch."""
-        recipe = _region.recipe_here(self._recipe)
+        recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
             return super().forward(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..recipes import Recipe
-from ._fused import Part
+from ._fused import FusedBlock
 from .known import register_fusion
 from .linear import Linear
 
@@ -75,7 +75,7 @@ class NormLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        outputs = Part([*self.linears], norm=self.norm)(x, residual)
+        outputs = FusedBlock([*self.linears], norm=self.norm)(x, residual)
         return outputs[0] if self._single and residual is None else outputs
 
 
@@ -110,7 +110,7 @@ class MLP(nn.Module):
         self.down = Linear(hidden, width, bias, device, dtype, recipe=recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Part([self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
+        return FusedBlock([self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
 
 
 class GatedMLP(MLP):
@@ -127,4 +127,4 @@ class GatedMLP(MLP):
         self.gate = Linear(width, hidden, bias, up.device, up.dtype, recipe=recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Part([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
+        return FusedBlock([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]

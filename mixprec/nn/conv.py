@@ -13,8 +13,8 @@ from ..functional._convolution import Kind
 from ..functional.operands import Operand
 from ..ops._dispatch import checks
 from ..recipes import Recipe
-from . import _region
 from ._layer import Layer
+from .autocast import recipe_here
 
 
 class Convolution(Layer):
@@ -97,7 +97,7 @@ class _Forward(Convolution):
         self._path = name
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
-        recipe = _region.recipe_here(self._recipe)
+        recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
             y: torch.Tensor = super().forward(input)
@@ -132,7 +132,7 @@ class _Transposed(Convolution):
         self._path = name
 
     def forward(self, input: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        recipe = _region.recipe_here(self._recipe)
+        recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
             y: torch.Tensor = super().forward(input, output_size)

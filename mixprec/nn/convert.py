@@ -1,4 +1,4 @@
-"""convert: run a model's layers in low precision."""
+"""convert: run a model's layers in low precision; unconvert: the inverse."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import inspect
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _said
+from .. import _said, scaling
 from .._local_gradients import is_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
 from ..recipes import Recipe
-from . import Layer, kinds
-from ._compressed import set_saved
+from . import _loss_scaling, kinds
+from ._layer import Layer
+from ._replaced import saved_of, set_saved
+from ._subclass import inject_parametrizations, original_class
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
-from .unconvert import unchanged_on_error
 
 logger = logging.getLogger("mixprec")
 
@@ -62,6 +65,32 @@ def _parameters(function: Callable[..., object]) -> Collection[str]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have none
         return ()
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Give the modules of `model` their classes, children and attributes back after an exception.
+
+    The values of tensors are not copied."""
+    before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+    for module in model.modules():
+        state = dict(vars(module))
+        state |= {name: state[name].copy() for name in _REGISTRIES}
+        before.append((module, type(module), state))
+    try:
+        yield
+    except BaseException:
+        for module, kind, state in before:
+            object.__setattr__(module, "__class__", kind)
+            vars(module).clear()
+            vars(module).update(state)
+            if isinstance(module, Layer):
+                (scaling.follow if module.recipe.is_delayed else scaling.forget)(module)
+                _loss_scaling.follow(module, module.recipe)
+        raise
 
 
 def convert(
@@ -203,6 +232,56 @@ def _convert(
     _said.say(f"convert: {len(chosen)} of {len(layers)} layers set to {names}{note}: {found}")
     if layers and found.is_low:
         warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=3)
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Make the layers of `model` those of torch again, or of the classes that `convert` found, in
+    place; return the model.
+
+    Modules keep their identity, and so their parameters, hooks, handles, names, training mode and
+    all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
+    recipes and counters are dropped, so that the state dict is that of a model which was never
+    converted; nothing is fused or runs inside `compress_saved` any more, and torch's encoder layers
+    take their fast path again. Layers that were constructed as mixprec.nn's become torch's too. A
+    model without such layers stays as it is. After delayed recipes wrap the model in
+    DistributedDataParallel anew, which keeps a list of its buffers.
+
+    What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
+    back) and the weights that `freeze` stored in 8 or 4 bits. `mixprec.autocast(enabled=False)` has
+    the effect for a region only.
+
+    TypeError if `model` is not a module. ValueError, before anything is changed, for a layer whose
+    forward was replaced, as by a wrapper that calls the one of `convert`, and for one whose class
+    was derived from mixprec.nn's, as by a subclass or by fully_shard of the layer itself.
+    """
+    checks.is_module("unconvert", model)
+    originals: dict[Layer, type[nn.Module]] = {}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, Layer):
+            continue
+        where = fqn or "the model"
+        if "forward" in vars(module) and saved_of(module) is None:
+            raise ValueError(
+                f"unconvert: {where} has its own forward: remove what wraps it, then unconvert"
+            )
+        original = original_class(module)
+        if original is None:
+            raise ValueError(
+                f"unconvert: {where} is a {type(module).__name__}, a class derived from a layer of "
+                "mixprec.nn, and has no class to go back to; if fully_shard made it, unconvert "
+                "before fully_shard"
+            )
+        originals[module] = original
+    for module in model.modules():
+        set_saved(module, None)
+    unfuse(model)
+    for module, original in originals.items():
+        module._leave()
+        module.__class__ = original  # type: ignore[assignment]
+        inject_parametrizations(module)
+    kinds.restore_fast_paths(model)
+    logger.info("unconvert: %d layers", len(originals))
+    return model
 
 
 def convert_to_float8_training(

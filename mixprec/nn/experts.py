@@ -14,9 +14,8 @@ from .. import functional
 from ..functional._grouped_linear import mixture
 from ..ops._dispatch import checks
 from ..recipes import Recipe
-from ._own_products import OwnProducts, whole
 from .conv import CONVOLUTIONS
-from .intercepted import Intercepted
+from .intercepted import Intercepted, ProductMode, whole
 
 _MOE = "transformers.integrations.moe"
 # torch's own modules with parameters of three dimensions that are no experts.
@@ -40,7 +39,7 @@ class Experts(Intercepted):
     def _first_weight(self) -> torch.Tensor:
         return next(p for p in _own_parameters(self) if p.dim() == 3)
 
-    def _run(self, recipe: Recipe, products: OwnProducts, args: Any, kwargs: Any) -> Any:
+    def _run(self, recipe: Recipe, products: ProductMode, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("hidden_states")
         dtypes = {self._first_weight.dtype, getattr(x, "dtype", None)}
         if dtypes <= {*checks.FLOATS} and is_decorated(type(self)) and _is_one_product(self):
@@ -86,7 +85,7 @@ def _is_one_product(experts: Any) -> bool:
 
 def _grouped(
     experts: Any,
-    products: OwnProducts,
+    products: ProductMode,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,

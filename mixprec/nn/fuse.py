@@ -11,21 +11,26 @@ import torch
 from torch import nn
 
 from .._originals import METHODS
-from . import _region
-from ._feed_forward import METHOD, FusedFeedForward, feed_forward_of, unfuse_feed_forward
-from ._fused import Part, activation_of, norm_of
-from ._fused_forward import FusedForward, fused_forward_of
-from ._known_functions import RotaryForward, calls_known_functions
+from ._content import KnownContents
+from ._fused import FusedBlock, FusedNorm, activation_of, norm_of, one_pass_class
 from ._layer import Layer
-from ._marked import CONTAINERS, Marked, layers_in, own_layers
-from ._one_pass import FusedNorm, one_pass_class
+from ._replaced import Fused
+from ._scope import (
+    CONTAINERS,
+    FusionScope,
+    RotaryForward,
+    calls_known_functions,
+    layers_in,
+    own_layers,
+)
+from .autocast import without_modes
 from .known import FirstHalf, MLPSpec, SecondHalf, spec_of
 
 _HALVES = (FirstHalf, SecondHalf)
 _SEQUENTIAL = METHODS[nn.Sequential]["forward"]
 
 
-class FusedSequential(FusedForward):
+class FusedSequential(Fused):
     """nn.Sequential, with parts of its modules that run as one function, by position."""
 
     def __init__(self, module: nn.Module, parts: dict[int, tuple[nn.Module, ...]]) -> None:
@@ -36,7 +41,7 @@ class FusedSequential(FusedForward):
         x = self.only_argument(args, kwargs)
         same = type(self.module) is nn.Sequential and nn.Sequential.forward is _SEQUENTIAL
         if not same or x is None:
-            return self.unfused(*args, **kwargs)
+            return self.original(*args, **kwargs)
         modules = tuple(self.module._modules.values())
         i = 0
         while i < len(modules):
@@ -46,7 +51,7 @@ class FusedSequential(FusedForward):
             if part and len(found) == len(part) and all(map(operator.is_, found, part)):
                 fused = _part_of(part)
                 if fused.is_fused(x):
-                    with _region.without_modes():
+                    with without_modes():
                         (x,) = fused.run(x)
                     i += len(part)
                     continue
@@ -55,7 +60,7 @@ class FusedSequential(FusedForward):
         return x
 
 
-class FusedMLP(FusedForward):
+class FusedMLP(Fused):
     """The MLP of a transformer, whose layers and activation run as one function."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +68,50 @@ class FusedMLP(FusedForward):
         spec = spec_of(self.module)
         part = _mlp(spec) if isinstance(spec, MLPSpec) else None
         if part is None or not part.is_fused(x):
-            return self.unfused(*args, **kwargs)
-        with _region.without_modes():
+            return self.original(*args, **kwargs)
+        with without_modes():
             (y,) = part.run(x)
         return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
+
+
+METHOD = "feed_forward_chunk"
+# The content of feed_forward_chunk(x) that is output(intermediate(x), x), of 40 classes of
+# transformers 5.24.
+_CONTENTS = KnownContents({"687b008a14f8402d"})
+
+
+class FusedFeedForward(Fused):
+    """The MLP of an encoder's layer that is two modules, called by a method of the layer."""
+
+    method = METHOD
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        x, mlp = self.only_argument(args, kwargs), feed_forward_of(self.module)
+        if mlp is None or not mlp[0].is_fused(x):
+            return self.original(*args, **kwargs)
+        block, second = mlp
+        with without_modes():
+            (y,) = block.run(x)
+        return second.norm(second.dropout(y) + x)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _CONTENTS.get(getattr(type(self.module), METHOD))  # before the model is compiled
+
+
+def feed_forward_of(layer: nn.Module) -> tuple[FusedBlock, SecondHalf] | None:
+    """The MLP of such a layer, and what follows; None for any other module."""
+    method: Any = getattr(type(layer), METHOD, None)
+    attribute = vars(layer).get(METHOD)
+    if not isinstance(method, FunctionType) or _CONTENTS.get(method) is None:
+        return None
+    if attribute is not None and not isinstance(attribute, FusedFeedForward):
+        return None
+    halves: Any = layer.intermediate, layer.output
+    first, second = map(spec_of, halves)
+    if not (isinstance(first, FirstHalf) and isinstance(second, SecondHalf)):
+        return None
+    return FusedBlock([first.dense], act=first.act, last=second.dense, around=halves), second
 
 
 class Found(NamedTuple):
@@ -124,7 +169,7 @@ def fuse(model: nn.Module) -> Found:
             found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
             rotates = calls_known_functions(type(module))
-            vars(module)["forward"] = (RotaryForward if rotates else Marked)(module)
+            vars(module)["forward"] = (RotaryForward if rotates else FusionScope)(module)
             if rotates:
                 found.fused[fqn] = "rotary positions"
             in_parts |= _fuse_feed_forward(module, fqn, found)
@@ -140,20 +185,20 @@ def fuse(model: nn.Module) -> Found:
 def unfuse(model: nn.Module) -> None:
     """Give all modules the forward pass of their class."""
     for module in model.modules():
-        if fused_forward_of(module) is not None:
-            del vars(module)["forward"]
-        unfuse_feed_forward(module)
+        for name in ("forward", METHOD):
+            if isinstance(vars(module).get(name), Fused):
+                del vars(module)[name]
 
 
-def _part_of(modules: tuple[Any, ...]) -> Part:
+def _part_of(modules: tuple[Any, ...]) -> FusedBlock:
     """[norm], linear, [activation, linear]."""
     norm, rest = (None, modules) if isinstance(modules[0], Layer) else (modules[0], modules[1:])
     act, last = rest[1:] if len(rest) == 3 else (None, None)
-    return Part([rest[0]], norm=norm, act=act, last=last)
+    return FusedBlock([rest[0]], norm=norm, act=act, last=last)
 
 
-def _mlp(spec: MLPSpec) -> Part:
-    return Part(spec.layers, act=spec.act, last=spec.last)
+def _mlp(spec: MLPSpec) -> FusedBlock:
+    return FusedBlock(spec.layers, act=spec.act, last=spec.last)
 
 
 def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from . import experts
+from ._content import adapted_layer, imported_class
 from ._layer import Layer
 from .attention import MultiheadAttention
 from .conv import CONVOLUTIONS, Convolution
-from .imported import adapted_layer, imported_class
 from .linear import Conv1D, Linear
 
 ADAPTER = "an adapter of peft"

@@ -11,8 +11,8 @@ from torch import nn
 
 from .._originals import CALL, METHODS, methods_of
 from ..ops.act_quantize import KINDS
-from . import _region
 from ._content import KnownContents
+from .autocast import current_region
 
 
 class NormSpec(NamedTuple):
@@ -219,7 +219,7 @@ def _functional_gelu(m: Any) -> str | None:
 
 def _gelu_of_powers(m: Any) -> str | None:
     # In a region torch.pow is FP32, and so is what it returns.
-    return "gelu_tanh" if _region.current_region() is None else None
+    return "gelu_tanh" if current_region() is None else None
 
 
 # By the content of a class, and how many classes of transformers 5.24 have it.

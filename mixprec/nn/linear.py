@@ -10,8 +10,8 @@ from ..functional._linear import check_input, run_linear
 from ..functional._products import Product, split
 from ..functional.operands import Operand
 from ..recipes import Recipe
-from . import _region
 from ._layer import Layer
+from .autocast import recipe_here, without_modes
 
 
 def product_of(
@@ -70,12 +70,12 @@ class Linear(Layer, torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
         x = input
-        recipe = _region.recipe_here(self._recipe)
+        recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
             return super().forward(x)
         weight = self.weight
-        with _region.without_modes():
+        with without_modes():
             check_input(x, weight, name=self._path)
             product, weight, out_dtype, clipped = product_of(self, weight, x.dtype, recipe)
             return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
@@ -100,7 +100,7 @@ class Conv1D(Layer):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        recipe = _region.recipe_here(self._recipe)
+        recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
             y: torch.Tensor = super().forward(x)

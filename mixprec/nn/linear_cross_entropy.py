@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..functional._linear_cross_entropy import run_linear_cross_entropy
-from ..functional._loss import Loss, cross_entropy
+from ..functional._linear_cross_entropy import Loss, cross_entropy, run_linear_cross_entropy
 from ..recipes import Recipe
-from . import _region
 from ._fused import why_not_fused
+from .autocast import recipe_here, without_modes
 from .linear import Linear
 
 
@@ -58,10 +57,10 @@ def head_loss(layer: Linear, x: torch.Tensor, target: torch.Tensor, how: Loss) -
     """The loss of layer(x), whose logits are stored only where they have to be."""
     recipe = None
     if why_not_fused([layer]) is None and not _has_any_global_hook():
-        recipe = _region.recipe_here(layer.recipe)
+        recipe = recipe_here(layer.recipe)
     if recipe is None or recipe.is_delayed:
         return cross_entropy(layer(x), target, how)
-    with _region.without_modes():
+    with without_modes():
         return run_linear_cross_entropy(
             x, layer.weight, target, layer.bias, recipe, how, layer._path
         )

@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import mixprec  # noqa: E402
 from mixprec.functional import _one_pass  # noqa: E402
-from mixprec.nn import _known_functions  # noqa: E402
-from mixprec.nn._known_functions import RotaryForward  # noqa: E402
+from mixprec.nn import _scope  # noqa: E402
+from mixprec.nn._scope import RotaryForward  # noqa: E402
 from mixprec.testing import sqnr  # noqa: E402
 
 B, H, T, D = 2, 4, 7, 16
@@ -43,7 +43,7 @@ def test_one_pass_has_the_bits_of_the_function(entry: str, calls: list[torch.Ten
     module: Any = importlib.import_module(f"transformers.models.{entry}.modeling_{entry}")
     function = module.apply_rotary_pos_emb
     ends = []
-    for rotate in (function, _known_functions._in_one_pass(function)):
+    for rotate in (function, _scope._in_one_pass(function)):
         torch.manual_seed(0)
         q, k = (torch.randn(B, T, h, D).transpose(1, 2).requires_grad_() for h in (H, 1))
         y = rotate(q, k, *tables())
@@ -99,7 +99,7 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_function(
     OTHERS[what](given)
     *tensors, more = given.values()
     expected = function(*tensors, *more)
-    got = _known_functions._in_one_pass(function)(*tensors, *more)
+    got = _scope._in_one_pass(function)(*tensors, *more)
     assert all(map(torch.equal, expected, got))
     assert [y.dtype for y in got] == [y.dtype for y in expected]
     assert not calls
@@ -113,7 +113,7 @@ def test_16_bit_values_with_fp32_tables_are_fp32(
         "transformers.models.llama.modeling_llama"
     ).apply_rotary_pos_emb
     given, ends = _given(), []
-    for rotate in (function, _known_functions._in_one_pass(function)):
+    for rotate in (function, _scope._in_one_pass(function)):
         q, k = (given[n].to(dtype).requires_grad_() for n in "qk")
         y = rotate(q, k, given["cos"], given["sin"])
         (y[0].square().sum() + y[1].exp().sum()).backward()
@@ -158,7 +158,7 @@ def test_a_model_has_the_bits_that_it_has_without(
     fused.gradient_checkpointing_enable()
     got.append(step(fused.train(), tokens))
     fused.gradient_checkpointing_disable()
-    monkeypatch.setattr(_known_functions, "_ROTARY", "")
+    monkeypatch.setattr(_scope, "_ROTARY", "")
     for mine, more in zip(got, [*options, {}], strict=True):
         assert all(map(torch.equal, mine, step(fused, tokens, **more))), [*more]
     mixprec.unconvert(fused)
@@ -203,7 +203,7 @@ def test_functions_that_another_library_replaced_are_used(
 def test_deprecated_names_of_arguments_are_still_renamed() -> None:
     module = importlib.import_module("transformers.models.llama.modeling_llama")
     forward = module.LlamaAttention.forward
-    raw, renamed = _known_functions._undecorated(forward)
+    raw, renamed = _scope._undecorated(forward)
     assert raw is inspect.unwrap(forward)
     fused = mixprec.convert(llama()[0], "bf16", fuse=True)
     attention, x = fused.model.layers[0].self_attn, torch.randn(2, T, 64)

@@ -166,7 +166,7 @@ def test_a_registered_class_is_fused_and_only_that_one(monkeypatch: pytest.Monke
     register_fusion(Norm, lambda m: NormSpec(WIDTH, m.eps, m.g))
     register_fusion(Feed, lambda m: MLPSpec((m.a,), m.act, m.b))
     x = torch.randn(9, WIDTH)
-    for kind, expected in ((Feed, "FusedMLP"), (Child, "Marked")):
+    for kind, expected in ((Feed, "FusedMLP"), (Child, "FusionScope")):
         model = nn.Sequential(Norm(), kind(Norm()))
         exact = copy.deepcopy(model)(x)
         mixprec.convert(model, "bf16", fuse=True)

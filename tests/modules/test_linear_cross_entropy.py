@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mixprec
 from mixprec.functional import _linear_cross_entropy as module
 from mixprec.functional import linear, linear_cross_entropy
-from mixprec.functional._loss import REDUCTIONS
+from mixprec.functional._linear_cross_entropy import REDUCTIONS
 from mixprec.nn import LinearCrossEntropy
 
 Tensors = tuple[torch.Tensor, ...]

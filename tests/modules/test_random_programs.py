@@ -13,8 +13,8 @@ from random_programs import WIDTH, Program, result
 
 import mixprec
 from mixprec.functional import operands
-from mixprec.nn._fused_forward import fused_forward_of
-from mixprec.nn.fuse import Marked
+from mixprec.nn._replaced import fused_forward_of
+from mixprec.nn.fuse import FusionScope
 from mixprec.testing import sqnr
 
 RECIPES = ("bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "fp8-delayed")
@@ -56,7 +56,7 @@ def compare(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
         assert_same(got, off, seed)
         assert all(value.dtype == expected[key].dtype for key, value in got.items()), seed
     forwards = [fused_forward_of(m) for m in fused.modules()]
-    parts = [f for f in forwards if f is not None and not isinstance(f, Marked)]
+    parts = [f for f in forwards if f is not None and not isinstance(f, FusionScope)]
     if not parts and "attention" not in fused.kinds:
         assert_same(got, expected, seed)
         return "the same bits"

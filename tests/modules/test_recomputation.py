@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.nn import _region
+from mixprec.nn.autocast import current_region
 from mixprec.ops._dispatch import simulation
 
 
@@ -222,4 +222,4 @@ def test_other_code_of_a_backward_pass_is_left_alone(name: str) -> None:
     with torch.device("meta"), REGIONS[name]():
         (x * 3).sum().backward()
     assert seen[-2:] == [(torch.bfloat16, "cpu"), torch.float32]
-    assert (_region.current_region(), simulation.current()) == (None, None)
+    assert (current_region(), simulation.current()) == (None, None)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _originals
 from ..._modes import Mode, nor_below, not_compiled, run_backward
-from ...nn._region import Region
+from ...nn.autocast import Region
 from ...recipes import Recipe
 from .patches import Patch
 

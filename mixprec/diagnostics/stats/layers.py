@@ -10,7 +10,8 @@ from torch import nn
 from ... import _said
 from ...functional._convolution import every, is_pointwise
 from ...functional.operands import Delayed
-from ...nn import Conv1D, _region
+from ...nn import Conv1D
+from ...nn.autocast import recipe_here
 from ...recipes import Recipe
 
 
@@ -45,7 +46,7 @@ def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:
     """The recipe that `layer` computes with in this region of the program, and the state of delayed
     scaling if it has one; None where `mixprec.autocast` switched recipes off."""
     own: Recipe = layer.recipe  # type: ignore[assignment]
-    recipe = _region.recipe_here(own)
+    recipe = recipe_here(own)
     if recipe is None:
         return None
     if not recipe.is_delayed or recipe != own:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from .._modes import is_watched, nor_below, not_compiled
+from .._modes import nor_below, not_compiled
 from .._originals import functional
 from ..functional._attention import fits, run_attention
-from ..functional._derivatives import is_twice_differentiable
+from ..functional._derivatives import may_run_as_one
+from ..functional._one_pass import rotary
 from ..functional.operands import saved_tensors_hooks, share_casts
-from ..ops._dispatch import autocast
+from ..ops._dispatch import autocast, checks
 from ..recipes import Recipe
-from . import _region
-from ._fused import PLAIN
-from ._fused_forward import FusedForward
+from ._content import content_of, undecorated
 from ._layer import Layer
+from ._replaced import Fused
+from .autocast import (
+    RegionAware,
+    current_region,
+    is_for_onnx,
+    recipe_here,
+    traceable,
+    without_modes,
+)
 
 _SDPA = functional.scaled_dot_product_attention
 
 
-class AttentionMode(_region.SeesRegions):
+class AttentionMode(RegionAware):
     """Runs torch's scaled_dot_product_attention as `mixprec.functional.attention`, with operands
     in the 16-bit dtype of the recipe, where there is neither a mask nor dropout.
 
@@ -57,10 +66,10 @@ class AttentionMode(_region.SeesRegions):
         kwargs = kwargs or {}
         operands = recipe = None
         if func is _SDPA and self.is_unchanged():
-            recipe = _region.recipe_here(self.recipe, self.region)
+            recipe = recipe_here(self.recipe, self.region)
             operands = None if recipe is None else _operands(*args, **kwargs)
         if recipe is None or operands is None:
-            return _region.traceable(func)(*args, **kwargs)
+            return traceable(func)(*args, **kwargs)
         return _run(recipe.dtype, *operands)
 
 
@@ -74,7 +83,7 @@ def _run(
     scale: float | None,
 ) -> torch.Tensor:
     device = query.device.type
-    with _region.without_modes():
+    with without_modes():
         if autocast.is_on(device):
             query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
             low = query.dtype
@@ -96,14 +105,10 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
         return None
-    if mask is not None or dropout != 0.0 or is_twice_differentiable() or is_watched():
+    if mask is not None or dropout != 0.0 or not may_run_as_one(query, key, value):
         return None
-    if not torch.compiler.is_compiling():  # where the rest cannot be asked
-        # The program may have chosen kernels of torch, as with sdpa_kernel.
-        flash = torch.backends.cuda.flash_sdp_enabled()
-        if not flash or torch._C._are_functorch_transforms_active():
-            return None
-    if any(type(x) not in PLAIN or x.is_nested for x in (query, key, value)):
+    # The program may have chosen kernels of torch, as with sdpa_kernel. (Compiled code cannot ask.)
+    if not torch.compiler.is_compiling() and not torch.backends.cuda.flash_sdp_enabled():
         return None
     if len({_read_as(x) for x in (query, key, value)}) > 1 or not fits(query, key, value):
         return None
@@ -148,7 +153,7 @@ def own_layers(module: nn.Module) -> Iterator[Layer]:
             yield from own_layers(child)
 
 
-class Marked(FusedForward):
+class FusionScope(Fused):
     """A module around layers: attention in its forward pass is `functional.attention`, and layers
     that are its children cast a tensor that several of them take once."""
 
@@ -160,4 +165,80 @@ class Marked(FusedForward):
                 stack.enter_context(AttentionMode(layer.recipe))
             if len(layers) > 1 and not torch.compiler.is_compiling():
                 stack.enter_context(share_casts())
-            return self.unfused(*args, **kwargs)
+            return self.original(*args, **kwargs)
+
+
+# The content of f(q, k, cos, sin, unsqueeze_dim=1), which returns x * cos + cat(-x2, x1) * sin of
+# both q and k [B, H, T, D], x1 and x2 being the halves of x: of 119 modules of transformers 5.24.
+_ROTARY = "f33b83a4172790f6"
+# That of wrappers of forward passes that only rename an argument, from `old_name`.
+RENAMES = "f9f84e3c40a9c33d"
+
+
+def calls_known_functions(kind: Any) -> bool:
+    raw, _ = _undecorated(kind.forward)
+    return raw is not None and bool(_found(raw))
+
+
+class RotaryForward(FusionScope):
+    """A module around layers whose forward pass rotates queries and keys by such a function."""
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(self.module)
+        if torch.compiler.is_compiling():  # which makes one loop of them
+            return super().original(*args, **kwargs)
+        raw, renamed = _undecorated(kind.forward)
+        found = {} if raw is None else _found(raw)
+        if raw is None or not found or renamed & kwargs.keys():
+            return super().original(*args, **kwargs)
+        scope = {**raw.__globals__, **{name: _in_one_pass(f) for name, f in found.items()}}
+        same = FunctionType(raw.__code__, scope, raw.__name__, raw.__defaults__, raw.__closure__)
+        same.__kwdefaults__ = raw.__kwdefaults__
+        return same(self.module, *args, **kwargs)
+
+
+def _undecorated(forward: Any) -> tuple[FunctionType | None, set[str]]:
+    """The function itself, and the names of arguments that its decorators rename; None under a
+    decorator that may do anything."""
+    function, variables = undecorated(forward, {RENAMES})
+    known = isinstance(function, FunctionType) and not hasattr(function, "__wrapped__")
+    return (function if known else None), {each["old_name"] for each in variables}
+
+
+def _found(raw: FunctionType) -> dict[str, FunctionType]:
+    """The known functions that it calls, by name."""
+    used = {name: raw.__globals__.get(name) for name in raw.__code__.co_names}
+    functions = {name: f for name, f in used.items() if isinstance(f, FunctionType)}
+    return {name: f for name, f in functions.items() if content_of(f).digest == _ROTARY}
+
+
+def _in_one_pass(function: FunctionType) -> Callable[..., Any]:
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and _fits(*args):
+            q, k, cos, sin = args
+            with without_modes():
+                # To the dtype that x * cos has.
+                return tuple(rotary(x.to(cos.dtype), cos[0], sin[0]) for x in (q, k))
+        return function(*args, **kwargs)
+
+    return rotate
+
+
+def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Whether `rotary` computes the same: one table, with each number twice, for all of a batch."""
+    if not (may_run_as_one(q, k, cos, sin) and q.is_cpu and k.is_cpu and cos.is_cpu and sin.is_cpu):
+        return False
+    t, d = q.shape[-2:] if q.dim() == k.dim() == 4 else (0, 1)
+    return (
+        d % 2 == 0
+        and k.shape[-2:] == (t, d)
+        and cos.shape == sin.shape == (1, t, d)
+        and q.dtype in checks.FLOATS
+        and q.dtype == k.dtype
+        and cos.dtype == sin.dtype
+        and cos.dtype in (q.dtype, torch.float32)
+        and not (cos.requires_grad or sin.requires_grad)
+        and all(torch.equal(x[..., : d // 2], x[..., d // 2 :]) for x in (cos, sin))
+        and current_region() is None
+        and not is_for_onnx()
+    )

@@ -1,0 +1,131 @@
+"""A function in place of a method of one module: `convert(fuse=True)` and `convert(saved=)`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory.compress_saved import Bits, compress_saved
+from .known import known_by_content
+
+_FRAMES = 6  # between a module's forward pass and its method, with wrappers
+
+
+class Replaced:
+    """An attribute of the module that has the name of the method.
+
+    Not a class derived from the module's, whose identity and name other code reads; not a pair of
+    hooks, which torch does not call for KeyboardInterrupt; and not a closure, which would go on
+    calling the module that a deepcopy was made of.
+    """
+
+    method = "forward"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # bound as a method, as accelerate does
+            args = args[1:]
+        if not torch.compiler.is_compiling() and (other := self._other_caller()) is not None:
+            return getattr(type(other), self.method)(other, *args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The method of the module's class."""
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+    def _other_caller(self) -> nn.Module | None:
+        """The module that calls this, if it is another one: a shallow copy, a replica of
+        DataParallel, or what a method of the user's own has copied attributes to."""
+        frame: Any = sys._getframe(2)
+        for _ in range(_FRAMES):
+            caller = frame.f_locals.get("self") if frame is not None else None
+            if isinstance(caller, nn.Module) and vars(caller).get(self.method) is self:
+                return caller if caller is not self.module else None
+            frame = frame and frame.f_back
+        return None
+
+    @property
+    def __code__(self) -> CodeType:
+        """For torch.export, which looks up names of arguments."""
+        code: CodeType = getattr(type(self.module), self.method).__code__
+        return code
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For trainers that look up the arguments of a model, and transformers, which counts
+        them."""
+        return inspect.signature(getattr(type(self.module), self.method).__get__(self.module))
+
+
+class Fused(Replaced):
+    """A method whose modules run as one function where that computes the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        names = [*inspect.signature(getattr(type(module), self.method)).parameters][1:]
+        self.argument = names[0] if len(names) == 1 else ""
+
+    def only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument of a call as forward(x) or forward(name=x); None for another call."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs[self.argument] if not args and [*kwargs] == [self.argument] else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": known_by_content({type(m) for m in self.module.modules()})}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known_by_content(state.pop("known", ()))  # before the model is compiled
+        vars(self).update(state)
+
+
+class Compressed(Replaced):
+    """A forward pass inside compress_saved."""
+
+    def __init__(self, module: nn.Module, bits: Bits) -> None:
+        super().__init__(module)
+        self.bits, self.before = bits, vars(module).get("forward")
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.original if self.before is None else self.before
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with compress_saved(self.bits, model=self.module):
+            return forward(*args, **kwargs)
+
+
+def fused_forward_of(module: nn.Module) -> Fused | None:
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, Fused) else None
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether the module has a forward pass that is neither its class's nor a fused one."""
+    return "forward" in vars(module) and fused_forward_of(module) is None
+
+
+def set_saved(model: nn.Module, bits: Bits | None) -> None:
+    """Run the model's forward passes inside compress_saved(bits), or no longer, with None."""
+    compressed = vars(model).get("forward")
+    if isinstance(compressed, Compressed):
+        del model.forward
+        if compressed.before is not None:
+            model.forward = compressed.before
+    if bits is not None:
+        model.forward = Compressed(model, bits)
+
+
+def saved_of(model: nn.Module) -> Bits | None:
+    """The bits of `set_saved`."""
+    forward = vars(model).get("forward")
+    return forward.bits if isinstance(forward, Compressed) else None
