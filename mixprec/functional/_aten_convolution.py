@@ -104,10 +104,7 @@ def encode(
     first, second = recipe.casts(role)
     plain = _encode(t, role, first, delayed, record)
     other = plain if second == first else _encode(t, role, second, delayed, record)
-    return Operand(
-        plain.data, other.data, plain.scale_inv, other.scale_inv, plain.tensor_scale_inv,
-        other.tensor_scale_inv,
-    )  # fmt: skip
+    return Operand(plain, other)
 
 
 def _encode(
@@ -115,7 +112,7 @@ def _encode(
 ) -> Matrix:
     fmt = getattr(recipe, role)
     if fmt.bits == 16:
-        return Matrix(t.to(fmt.dtype), None, None)
+        return Matrix(t.to(fmt.dtype))
     if _in_memory_order(t, getattr(recipe, f"{role}_granularity")):
         t = t.movedim(1, -1)
     return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record).matrix

@@ -94,12 +94,12 @@ class Fused(torch.autograd.Function):
             qa = how.operand(results, last.delayed if grad_enabled else None)
             outputs = [gemms[-1].forward(qa.matrix, qw[-1].matrix, biases[-1], out_dtype)]
 
-        saved_x = qx.saved_t if any(need_w[: len(first)]) else NOTHING
-        saved_a = qa.saved_t if qa and need_w[-1] else NOTHING
+        saved_x = qx.matrix_t if any(need_w[: len(first)]) else NOTHING
+        saved_a = qa.matrix_t if qa and need_w[-1] else NOTHING
         saved_w = [
             t
             for w, passed in zip(qw, passes, strict=True)
-            for t in (w.saved_t if passed else NOTHING)
+            for t in (w.matrix_t if passed else NOTHING)
         ]
         keep_as_is(*saved_x[1:], *saved_a[1:], mean, rstd, *saved_w)
         saved_as("normalized", total if norm else None)

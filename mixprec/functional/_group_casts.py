@@ -16,7 +16,7 @@ from ..ops.quantize_mx import quantize_mx_op
 from ..ops.scale import new_scales
 from ..recipes import DELAYED_ROLES, Recipe
 from . import operands
-from .operands import Delayed, Operand
+from .operands import NOTHING, Delayed, Matrix, Operand
 
 
 def _index(offs: torch.Tensor, rows: int) -> torch.Tensor:
@@ -83,8 +83,8 @@ def cast_rows(
     """Cast x [S, C] with the recipe's settings for `role`, "x" or "g"; and the ends of the groups
     in its transpose.
 
-    Operand: data [S, C] with scale_inv as `gemm_grouped` takes it for rows; data_t [C, S'], with
-    scale_inv_t [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
+    Operand: data [S, C] with scale_inv as `gemm_grouped` takes it for rows; of the transpose, data
+    [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
     """
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if fmt.bits == 16:
@@ -98,15 +98,16 @@ def cast_rows(
         return _by_group(x, role, recipe, offs, use_t), offs
     data, scale_inv = _rows(x, role, recipe, granularity)
     if not use_t:
-        return Operand(data, None, scale_inv, None), offs
+        return Operand(Matrix(data, scale_inv)), offs
     if granularity == "row":
         index = _index(offs, x.shape[0])
         scale, inv = _scales(_amax(x.abs().float(), index, offs.shape[0]), role, recipe)
         _, data_t = _cast(x.float() * scale.index_select(0, index), role, recipe, use_t)
-        return Operand(data, data_t, scale_inv, inv.narrow(0, 0, offs.shape[0]).unsqueeze(2)), offs
+        inv = inv.narrow(0, 0, offs.shape[0]).unsqueeze(2)
+        return Operand(Matrix(data, scale_inv), Matrix(data_t, inv)), offs
     spread, ends = _spread(x, offs)
-    data_t, scale_inv_t = _rows(spread.t(), role, recipe, granularity)
-    return Operand(data, data_t, scale_inv, scale_inv_t), ends
+    matrix_t = Matrix(*_rows(spread.t(), role, recipe, granularity))
+    return Operand(Matrix(data, scale_inv), matrix_t), ends
 
 
 def _by_group(
@@ -120,8 +121,9 @@ def _by_group(
     index = _index(offs, x.shape[0])
     scale, inv = _scales(_amax(rows, index, offs.shape[0]), role, recipe)
     data, data_t = _cast(x.float() * scale.index_select(0, index).unsqueeze(1), role, recipe, use_t)
-    of_rows = inv.index_select(0, index).unsqueeze(1)
-    return Operand(data, data_t, of_rows, inv.narrow(0, 0, offs.shape[0]).view(-1, 1, 1))
+    row_inv = inv.index_select(0, index).unsqueeze(1)
+    group_inv = inv.narrow(0, 0, offs.shape[0]).view(-1, 1, 1)
+    return Operand(Matrix(data, row_inv), Matrix(data_t, group_inv) if use_t else NOTHING)
 
 
 def _scales(amax: torch.Tensor, role: str, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +163,7 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
     fmt, granularity = recipe.w, recipe.w_granularity
     if fmt.bits == 16:
         data = weight.to(fmt.dtype)
-        return Operand(data, data.transpose(1, 2), None, None)
+        return Operand(Matrix(data), Matrix(data.transpose(1, 2)))
     experts, n, k = weight.shape
     if granularity == "tensor":  # the one row of an expert
         data, inv = _rows_of_weights(weight.reshape(experts, 1, n * k), recipe, "row")
@@ -171,15 +173,16 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
         data, inv = _rows_of_weights(whole, recipe, granularity)
         data = data.narrow(1, 0, n)
     else:
-        data, inv = _rows_of_weights(weight, recipe, granularity)
+        matrix = Matrix(*_rows_of_weights(weight, recipe, granularity))
         if not use_t:
-            return Operand(data, None, inv, None)
-        data_t, inv_t = _rows_of_weights(weight.transpose(1, 2), recipe, granularity)
-        return Operand(data, data_t, inv, inv_t)
+            return Operand(matrix)
+        return Operand(
+            matrix, Matrix(*_rows_of_weights(weight.transpose(1, 2), recipe, granularity))
+        )
     data_t = data.transpose(1, 2)
     if use_t and weight.is_cuda:
         data_t = data_t.clone(memory_format=torch.contiguous_format)
-    return Operand(data, data_t, inv, inv.transpose(1, 2))
+    return Operand(Matrix(data, inv), Matrix(data_t, inv.transpose(1, 2)))
 
 
 def _rows_of_weights(

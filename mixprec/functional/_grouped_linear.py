@@ -26,7 +26,7 @@ from ._derivatives import (
 from ._group_casts import cast_rows, cast_weights, in_one_call, space_apart
 from ._linear import run_linear
 from ._products import ROLES, Product, clips, observe, saturate
-from .operands import Delayed, Matrix
+from .operands import NOTHING, Delayed, Matrix
 
 # What all experts compute of x [S, H], with the ends int32 [E] of the rows of each, and the expert
 # int64 [S] of each row.
@@ -122,9 +122,9 @@ class _GroupedLinear(torch.autograd.Function):
         delayed, use_t = product.delayed, need_w and grad_enabled
         qx, offs_t = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
         qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled)
-        saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
-        saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
-        keep_as_is(offs, offs_t, saved_x[1], *saved_w)
+        saved_x = qx.matrix_t if need_w else NOTHING
+        saved_w = qw.matrix_t if need_x else NOTHING
+        keep_as_is(offs, offs_t, saved_x.scale_inv, *saved_w)
         ctx.save_for_backward(offs, offs_t, *saved_x, *saved_w)
         return ctx.gemms.run("forward", qx.matrix, qw.matrix, x.shape[1], offs, out_dtype)
 
@@ -132,17 +132,16 @@ class _GroupedLinear(torch.autograd.Function):
     @on_backend_of_forward
     @differentiable(lambda *_: ())  # never: ctx.twice is False
     def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
-        offs, offs_t, x_t, x_t_inv, w_t, w_t_inv = saved
+        offs, offs_t, x_t, w_t = *saved[:2], Matrix(*saved[2:5]), Matrix(*saved[5:8])
         need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = grad_w = None
         if need_x or need_w:
             qg, _ = cast_rows(g, "g", ctx.recipe, ctx.delayed, offs, use_t=need_w)
         if need_x:
-            w = Matrix(w_t, w_t_inv, None)
-            grad_x = ctx.gemms.run("grad_input", qg.matrix, w, ctx.n, offs, ctx.x_dtype)
+            grad_x = ctx.gemms.run("grad_input", qg.matrix, w_t, ctx.n, offs, ctx.x_dtype)
         if need_w:
             columns = space_apart(offs, g.shape[0])
-            operands = qg.matrix_t, Matrix(x_t, x_t_inv, None), columns, offs_t
+            operands = qg.matrix_t, x_t, columns, offs_t
             if ctx.main_grad is None:
                 grad_w = ctx.gemms.run("grad_weight", *operands, ctx.w_dtype)
             else:

@@ -88,8 +88,8 @@ class _Linear(torch.autograd.Function):
         qw = quantized_weight or operands.cast(
             rest_w, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
         )
-        saved_x = qx.saved_t if need_w else NOTHING
-        saved_w = qw.saved_t if need_x else NOTHING
+        saved_x = qx.matrix_t if need_w else NOTHING
+        saved_w = qw.matrix_t if need_x else NOTHING
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
         columns = outliers, high_x if need_w else None, high_w if need_x else None

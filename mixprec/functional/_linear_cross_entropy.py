@@ -132,13 +132,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         valid = labels != how.ignore_index
         loss, logsumexp = how.reduced(rows, valid, classes)
         assert loss is not None
-        keep_as_is(*qx, logsumexp)
+        keep_as_is(*qx.matrix, *qx.matrix_t, logsumexp)
         # The factor of each row's gradient: NaN for a target that is not a class.
         known = (labels >= 0) & (labels < classes)
         factor = torch.where(known, valid.float(), torch.nan)
         factor = factor / valid.sum() if how.reduction == "mean" else factor
         factor = torch.where(valid, factor, 0.0)
-        ctx.save_for_backward(*qx, weight, bias, labels, logsumexp, factor)
+        ctx.save_for_backward(*qx.matrix, *qx.matrix_t, weight, bias, labels, logsumexp, factor)
         # A copy: results that are views could not be changed in place.
         return loss.view(target.shape).clone() if how.reduction == "none" else loss
 
@@ -148,7 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *saved, weight, bias, labels, logsumexp, factor = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        how, recipe, gemms, qx = ctx.how, ctx.recipe, ctx.gemms, Operand(*saved)
+        how, recipe, gemms = ctx.how, ctx.recipe, ctx.gemms
+        qx = Operand(Matrix(*saved[:3]), Matrix(*saved[3:]))
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         classes, k = weight.shape
         is_16_bits = all(one.g.bits == 16 for one in recipe.casts("g"))
@@ -230,7 +231,7 @@ def _grad_weight(
         total.add_(part * scale)
         return None
     own = scale if g_t.scale_inv is None else g_t.scale_inv * scale
-    return gemms.grad_weight(Matrix(g_t.data, own, None), x_t, WeightLike(dtype, False), total)
+    return gemms.grad_weight(Matrix(g_t.data, own), x_t, WeightLike(dtype, False), total)
 
 
 def _check(

@@ -28,47 +28,25 @@ _SEPARATE_TRANSPOSE_SCALES = ("row", "block1x128", "mx")  # the transpose has ot
 class Matrix(NamedTuple):
     """A cast matrix: what a GEMM reads, and what a layer saves for backward.
 
-    data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: see `Operand`; of block formats
-    [R, blocks of C], or 4-dimensional in the layout of `scale_layout.swizzle`. tensor_scale_inv:
-    fp32 [], of "nvfp4" only.
+    data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: fp32, of a shape that gemm takes for
+    an a [M, K], None in 16 bits; of block formats, as `quantize_mx` returns it, [R, blocks of C],
+    or 4-dimensional in the layout of `scale_layout.swizzle`. tensor_scale_inv: fp32 [], of "nvfp4"
+    only. Three times None where no GEMM reads it.
     """
 
-    data: torch.Tensor
-    scale_inv: torch.Tensor | None
-    tensor_scale_inv: torch.Tensor | None
+    data: Any
+    scale_inv: torch.Tensor | None = None
+    tensor_scale_inv: torch.Tensor | None = None
 
 
-NOTHING = (None, None, None)  # saved in place of a Matrix
+NOTHING = Matrix(None)
 
 
 class Operand(NamedTuple):
-    """A tensor cast as a matrix, and its transpose, cast with its own scales.
+    """A tensor cast as a matrix [R, C], and its transpose [C, R], cast with its own scales."""
 
-    data [R, C]; scale_inv: fp32, of a shape that gemm takes for an a [M, K]; None in 16 bits. Those
-    of block formats, with tensor_scale_inv, are as `quantize_mx` returns them. data_t [C, R] and
-    the rest of *_t are the same for the transpose, or None where no GEMM reads it.
-    """
-
-    data: torch.Tensor
-    data_t: torch.Tensor | None
-    scale_inv: torch.Tensor | None
-    scale_inv_t: torch.Tensor | None
-    tensor_scale_inv: torch.Tensor | None = None
-    tensor_scale_inv_t: torch.Tensor | None = None
-
-    @property
-    def matrix(self) -> Matrix:
-        return Matrix(self.data, self.scale_inv, self.tensor_scale_inv)
-
-    @property
-    def matrix_t(self) -> Matrix:
-        assert self.data_t is not None, "use_t"
-        return Matrix(self.data_t, self.scale_inv_t, self.tensor_scale_inv_t)
-
-    @property
-    def saved_t(self) -> tuple[torch.Tensor | None, ...]:
-        """The fields of matrix_t, also where no GEMM reads it."""
-        return self.data_t, self.scale_inv_t, self.tensor_scale_inv_t
+    matrix: Matrix
+    matrix_t: Matrix = NOTHING
 
 
 class Delayed(NamedTuple):
@@ -102,9 +80,7 @@ def cast(
     if not use_t or second == first:
         return _cast(x, role, first, delayed, use_t, record)
     plain = _cast(x, role, first, delayed, False, record)
-    other = _cast(x, role, second, delayed, True, record)
-    _, data_t, _, inv_t, _, tensor_inv_t = other
-    return Operand(plain.data, data_t, plain.scale_inv, inv_t, plain.tensor_scale_inv, tensor_inv_t)
+    return Operand(plain.matrix, _cast(x, role, second, delayed, True, record).matrix_t)
 
 
 def _cast(
@@ -119,7 +95,7 @@ def _cast(
     fmt = getattr(recipe, role)
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
-        return Operand(data, data.t(), None, None)
+        return Operand(Matrix(data), Matrix(data.t()))
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t)
@@ -177,7 +153,7 @@ class OperandCast(NamedTuple):
         dtype, _, transpose, granularity, _ = self.cast
         data = data.flatten(0, -2)
         if dtype.itemsize == 2:
-            return Operand(data, data.t(), None, None)
+            return Operand(Matrix(data), Matrix(data.t()))
         for state in record:
             if state is None or self.role not in DELAYED_ROLES:
                 continue
@@ -189,13 +165,14 @@ class OperandCast(NamedTuple):
             seen = amax.detach() if torch.compiler.is_exporting() else amax
             largest.copy_(torch.maximum(largest, seen))
         if not self.use_t:
-            return Operand(data, None, scale_inv, None)
+            return Operand(Matrix(data, scale_inv))
         if not (
             granularity in _SEPARATE_TRANSPOSE_SCALES
             or (transpose and granularity == "block128x128")
         ):
             scale_inv_t = scale_inv.t()
-        return Operand(data, data_t if transpose else data.t(), scale_inv, scale_inv_t)
+        matrix_t = Matrix(data_t if transpose else data.t(), scale_inv_t)
+        return Operand(Matrix(data, scale_inv), matrix_t)
 
 
 def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
@@ -212,17 +189,15 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
         x, fmt, mode, use_t and not rotate, seed, swizzled, False
     )
-    whole = tensor_inv if tensor_inv.dim() == 0 else None
-    if not use_t:
-        return Operand(data, None, scale_inv, None, whole)
-    whole_t = whole
-    if rotate:
-        # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
-        another = None if seed is None else seed + 1
-        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
-        data_t, scale_inv_t = rotated[0], rotated[2]
-        whole_t = None if whole is None else rotated[4]
-    return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)
+    tensor_scale_inv = tensor_inv if tensor_inv.dim() == 0 else None
+    matrix = Matrix(data, scale_inv, tensor_scale_inv)
+    if not rotate:
+        return Operand(matrix, Matrix(data_t, scale_inv_t, tensor_scale_inv) if use_t else NOTHING)
+    # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
+    another = None if seed is None else seed + 1
+    rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
+    of_tensor = None if tensor_scale_inv is None else rotated[4]
+    return Operand(matrix, Matrix(rotated[0], rotated[2], of_tensor))
 
 
 def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:

@@ -20,7 +20,7 @@ from ..ops._dispatch import autocast, checks
 from ._replaced import Fused, has_other_forward
 from .autocast import current_region, is_for_onnx, recipe_here, without_modes
 from .known import NormSpec, Spec, spec_of
-from .known_casts import as_input
+from .known_norms import as_input
 from .linear import Conv1D, Linear, product_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

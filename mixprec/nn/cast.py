@@ -15,14 +15,8 @@ from .._local_gradients import LOW_PRECISION
 from ..ops._dispatch import checks
 from ._content import imported_class
 from ._layer import Layer, buffers_of
-from .known_casts import (
-    as_input,
-    input_in_fp32,
-    is_rotary,
-    is_weighted_loss,
-    known_casts,
-    known_norms,
-)
+from .known_casts import input_in_fp32, is_rotary, is_weighted_loss, known_casts
+from .known_norms import as_input, known_norms
 
 logger = logging.getLogger("mixprec")
 

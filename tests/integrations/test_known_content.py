@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import mixprec  # noqa: E402
 from mixprec.integrations import fused_loss  # noqa: E402
-from mixprec.nn import _scope, fuse, known, known_casts  # noqa: E402
+from mixprec.nn import _scope, fuse, known, known_norms  # noqa: E402
 from mixprec.nn._content import content_of  # noqa: E402
 from mixprec.nn.known import spec_of  # noqa: E402
 
@@ -222,7 +222,7 @@ def test_how_many_classes_of_transformers_are_known() -> None:
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == name and issubclass(kind, nn.Module):
                 digest = content_of(kind).digest or ""
-                counts[digest] += digest in known._CONTENTS or digest in known_casts._CONTENTS
+                counts[digest] += digest in known._CONTENTS or digest in known_norms._CONTENTS
                 counts["loss"] += fused_loss._is_known(kind)
                 method = content_of(getattr(kind, "feed_forward_chunk", text_of))
                 counts["layers"] += method.digest in fuse._CONTENTS.digests
@@ -230,7 +230,7 @@ def test_how_many_classes_of_transformers_are_known() -> None:
         counts["rotary"] += rotate.digest == _scope._ROTARY
     mlps = [d for d, f in known._CONTENTS.items() if f.__qualname__.startswith("_mlp")]
     counts["fused norms"] = sum(counts[digest] for digest in known.NORM_CONTENTS)
-    counts["norms"] = sum(counts[digest] for digest in known_casts._CONTENTS)
+    counts["norms"] = sum(counts[digest] for digest in known_norms._CONTENTS)
     counts["MLPs"] = sum(counts[digest] for digest in mlps)
     print(*(f"{n:4} {what}" for what, n in counts.most_common() if n), sep="\n")
     floors = {

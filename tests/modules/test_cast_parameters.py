@@ -14,7 +14,7 @@ from test_convert import Tied
 from torch import nn
 
 import mixprec
-from mixprec.nn import known_casts
+from mixprec.nn import known_norms
 from mixprec.nn._content import content_of
 
 LOW = torch.bfloat16
@@ -215,7 +215,7 @@ cohere/CohereLayerNorm
 @pytest.mark.slow
 def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
     pytest.importorskip("transformers")
-    entries = [*NORMS_OF_TRANSFORMERS.split(), *known_casts._CLASSES.split()]
+    entries = [*NORMS_OF_TRANSFORMERS.split(), *known_norms._CLASSES.split()]
     kinds = []
     for entry in entries:
         *where, name = entry.split("/")
@@ -231,7 +231,7 @@ def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
         norms.append(kind(*(given.get(name, 8) for name in needed)))
         own = [*norms[-1].parameters(recurse=False), *norms[-1].buffers(recurse=False)]
         assert {t.dim() for t in own if t.numel() > 1} == {1}, kind
-    assert {content_of(kind).digest for kind in kinds} >= known_casts._CONTENTS
+    assert {content_of(kind).digest for kind in kinds} >= known_norms._CONTENTS
     model = mixprec.cast_parameters(nn.ModuleList(norms), LOW)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

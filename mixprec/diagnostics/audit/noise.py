@@ -354,7 +354,7 @@ def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> tor
     """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
     rows = rows.float().contiguous()
     rows = hadamard(rows) if is_rotated else rows
-    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False)
+    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False).matrix
     if operand.scale_inv is None:
         return operand.data.float()
     return decoded(operand, rows, recipe.block_format(role))[0]

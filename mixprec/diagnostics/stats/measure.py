@@ -84,7 +84,7 @@ def cast_sums(
     fmt: Format = getattr(recipe, role)
     if recipe.stochastic_rounding:
         recipe = dataclasses.replace(recipe, stochastic_rounding=())
-    operand = operands.cast(x, role, recipe, delayed, use_t=False, record=False)
+    operand = operands.cast(x, role, recipe, delayed, use_t=False, record=False).matrix
     wide = x.float().reshape(scale_layout.as_matrix(x.shape))
     finite = torch.isfinite(wide)
     if operand.scale_inv is None:
@@ -104,7 +104,7 @@ def cast_sums(
 
 
 def decoded(
-    operand: operands.Operand, x: torch.Tensor, block_format: str | None
+    operand: operands.Matrix, x: torch.Tensor, block_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The values of a cast of x [M, K], its scale_inv, and the one of each element, all FP32."""
     m, k = x.shape
