@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from .. import functional
 from ..functional._grouped_linear import mixture
 from ..ops._dispatch import checks
 from ..recipes import Recipe
+from ._content import content_of
 from .conv import CONVOLUTIONS
 from .intercepted import Intercepted, ProductMode, whole
 
 _MOE = "transformers.integrations.moe"
+# The content of the forward pass that its use_experts_implementation gives to a class.
+_DECORATED = "1d0d3ef1d63c6b65"
 # torch's own modules with parameters of three dimensions that are no experts.
 _OTHERS = (nn.Bilinear, parametrize.ParametrizationList)
 
@@ -54,22 +58,17 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for each in (module, *lists.values()) for p in each.parameters(recurse=False)]
 
 
-@functools.cache
-def _decorators_code(moe: Any) -> Any:
-    """The code of the forward pass that transformers' decorator gives to a class."""
-    probe = type("Probe", (nn.Module,), {"forward": lambda self: None})
-    return moe.use_experts_implementation(probe).forward.__code__
-
-
 def is_decorated(kind: Any) -> bool:
     """Whether transformers' use_experts_implementation made the forward pass of a class, with the
     implementations of transformers."""
     moe = sys.modules.get(_MOE)
     forward: Any = next((vars(k)["forward"] for k in kind.__mro__ if _own_forward(k)), None)
-    if moe is None or getattr(forward, "__code__", None) is not _decorators_code(moe):
+    if moe is None or not isinstance(forward, FunctionType):
         return False
-    kept = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-    return kept["experts_interface"].cell_contents is moe.ALL_EXPERTS_FUNCTIONS
+    if content_of(forward).digest != _DECORATED:
+        return False
+    variables = inspect.getclosurevars(forward).nonlocals
+    return variables["experts_interface"] is moe.ALL_EXPERTS_FUNCTIONS
 
 
 def _own_forward(kind: type) -> bool:
