@@ -1,4 +1,6 @@
-"""Delayed scaling: buffers with the scales of each layer, and their update after a step."""
+"""Delayed scaling: buffers with the scales of each layer, and their update after a step.
+
+And a check that recipes which need loss scaling are trained with it."""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE, is_group, is_module
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
@@ -259,3 +264,43 @@ def _unusable(name: str, saved: torch.Tensor) -> list[float]:
     if name.endswith("amax"):
         usable |= (saved == UNUSED) | ~saved.isfinite()
     return saved[~usable].tolist()[:3]
+
+
+_fp16_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose gradients are fp16
+_without_fp16: weakref.WeakSet[torch.optim.Optimizer] = (
+    weakref.WeakSet()
+)  # without params of these layers
+_checked = _warned = False
+
+
+def check_loss_scaling(layer: torch.nn.Module, recipe: Recipe | None) -> None:
+    """Warn once if an fp16 recipe, as this layer may have, is trained without loss scaling."""
+    global _checked
+    if recipe is None or not recipe.needs_loss_scaling:
+        _fp16_layers.discard(layer)
+        return
+    _fp16_layers.add(layer)
+    _without_fp16.clear()
+    if not _checked:
+        register_optimizer_step_pre_hook(_before_step)
+        _checked = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """For optimizers of mixprec only, which know whether a GradScaler drives the step. Torch's are
+    stepped in the same way with and without one."""
+    global _warned
+    scaling = getattr(optimizer, "_current_scaling", None)
+    if _warned or optimizer in _without_fp16 or scaling is None or scaling().found_inf is not None:
+        return
+    weights = {id(layer._first_weight) for layer in _fp16_layers}
+    if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
+        _without_fp16.add(optimizer)
+        return
+    _warned = True
+    warnings.warn(
+        "a model with an fp16 recipe is being trained without loss scaling: gradients below 6e-8 "
+        "become 0. Use scaler = mixprec.GradScaler(), scaler.scale(loss).backward(), "
+        "scaler.step(optimizer), scaler.update(); or a bf16 recipe",
+        stacklevel=4,
+    )

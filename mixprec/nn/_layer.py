@@ -14,7 +14,6 @@ from ..functional.operands import Delayed, Operand
 from ..ops._dispatch import autocast
 from ..ops._dispatch.checks import NOT_TRACED
 from ..recipes import Recipe
-from . import _loss_scaling
 from ._subclass import class_for, inject_parametrizations, names_of
 from .autocast import recipe_here
 
@@ -112,7 +111,7 @@ class Layer(torch.nn.Module):
         self._recipe = recipe
         if recipe.is_delayed:
             scaling.reset(self, recipe)
-        _loss_scaling.follow(self, recipe)
+        scaling.check_loss_scaling(self, recipe)
         if recipe.has_outliers:
             self.register_buffer(OUTLIERS, None)
             self._outlier_count = recipe.outlier_count(self._features())
@@ -148,7 +147,7 @@ class Layer(torch.nn.Module):
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
         scaling.forget(self)
-        _loss_scaling.follow(self, None)
+        scaling.check_loss_scaling(self, None)
 
     def _leave(self) -> None:
         """Remove all that torch's module does not have, before `unconvert` makes it one."""
@@ -336,4 +335,4 @@ class Layer(torch.nn.Module):
         super().__setstate__({**state, "_quantized_weight": None})
         if self.recipe.is_delayed:
             scaling.follow(self)
-        _loss_scaling.follow(self, self.recipe)
+        scaling.check_loss_scaling(self, self.recipe)

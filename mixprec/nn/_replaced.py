@@ -13,6 +13,7 @@ from torch import nn
 from ..memory.compress_saved import Bits, compress_saved
 from .known import known_by_content
 
+FEED_FORWARD = "feed_forward_chunk"  # of encoders of transformers
 _FRAMES = 6  # between a module's forward pass and its method, with wrappers
 
 
@@ -112,6 +113,14 @@ def fused_forward_of(module: nn.Module) -> Fused | None:
 def has_other_forward(module: nn.Module) -> bool:
     """Whether the module has a forward pass that is neither its class's nor a fused one."""
     return "forward" in vars(module) and fused_forward_of(module) is None
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give all modules the methods of their class."""
+    for module in model.modules():
+        for name in ("forward", FEED_FORWARD):
+            if isinstance(vars(module).get(name), Fused):
+                del vars(module)[name]
 
 
 def set_saved(model: nn.Module, bits: Bits | None) -> None:

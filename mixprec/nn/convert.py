@@ -19,12 +19,11 @@ from .._local_gradients import is_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
 from ..recipes import Recipe
-from . import _loss_scaling, kinds
+from . import kinds
 from ._layer import Layer
-from ._replaced import saved_of, set_saved
+from ._replaced import saved_of, set_saved, unfuse
 from ._subclass import inject_parametrizations, original_class
 from .fuse import fuse as fuse_parts
-from .fuse import unfuse
 
 logger = logging.getLogger("mixprec")
 
@@ -89,7 +88,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
             vars(module).update(state)
             if isinstance(module, Layer):
                 (scaling.follow if module.recipe.is_delayed else scaling.forget)(module)
-                _loss_scaling.follow(module, module.recipe)
+                scaling.check_loss_scaling(module, module.recipe)
         raise
 
 

@@ -14,7 +14,7 @@ from .._originals import METHODS
 from ._content import KnownContents
 from ._fused import FusedBlock, FusedNorm, activation_of, norm_of, one_pass_class
 from ._layer import Layer
-from ._replaced import Fused
+from ._replaced import FEED_FORWARD, Fused
 from ._scope import (
     CONTAINERS,
     FusionScope,
@@ -74,7 +74,6 @@ class FusedMLP(Fused):
         return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
 
 
-METHOD = "feed_forward_chunk"
 # The content of feed_forward_chunk(x) that is output(intermediate(x), x), of 40 classes of
 # transformers 5.24.
 _CONTENTS = KnownContents({"687b008a14f8402d"})
@@ -83,7 +82,7 @@ _CONTENTS = KnownContents({"687b008a14f8402d"})
 class FusedFeedForward(Fused):
     """The MLP of an encoder's layer that is two modules, called by a method of the layer."""
 
-    method = METHOD
+    method = FEED_FORWARD
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         x, mlp = self.only_argument(args, kwargs), feed_forward_of(self.module)
@@ -96,13 +95,13 @@ class FusedFeedForward(Fused):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _CONTENTS.get(getattr(type(self.module), METHOD))  # before the model is compiled
+        _CONTENTS.get(getattr(type(self.module), FEED_FORWARD))  # before the model is compiled
 
 
 def feed_forward_of(layer: nn.Module) -> tuple[FusedBlock, SecondHalf] | None:
     """The MLP of such a layer, and what follows; None for any other module."""
-    method: Any = getattr(type(layer), METHOD, None)
-    attribute = vars(layer).get(METHOD)
+    method: Any = getattr(type(layer), FEED_FORWARD, None)
+    attribute = vars(layer).get(FEED_FORWARD)
     if not isinstance(method, FunctionType) or _CONTENTS.get(method) is None:
         return None
     if attribute is not None and not isinstance(attribute, FusedFeedForward):
@@ -182,14 +181,6 @@ def fuse(model: nn.Module) -> Found:
     return found
 
 
-def unfuse(model: nn.Module) -> None:
-    """Give all modules the forward pass of their class."""
-    for module in model.modules():
-        for name in ("forward", METHOD):
-            if isinstance(vars(module).get(name), Fused):
-                del vars(module)[name]
-
-
 def _part_of(modules: tuple[Any, ...]) -> FusedBlock:
     """[norm], linear, [activation, linear]."""
     norm, rest = (None, modules) if isinstance(modules[0], Layer) else (modules[0], modules[1:])
@@ -210,7 +201,7 @@ def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> set[nn.Modu
     if (why := part.why_not_fused()) is not None:
         found.left[fqn] = why
     else:
-        vars(module)[METHOD] = FusedFeedForward(module)
+        vars(module)[FEED_FORWARD] = FusedFeedForward(module)
         found.fused[fqn] = "linear, activation, linear"
     return {*part.around}
 

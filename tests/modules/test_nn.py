@@ -16,8 +16,8 @@ from layer_cases import unused_scales
 from torch import nn
 
 import mixprec
-from mixprec import functional
-from mixprec.nn import Conv2d, ConvTranspose2d, Linear, _loss_scaling
+from mixprec import functional, scaling
+from mixprec.nn import Conv2d, ConvTranspose2d, Linear
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import BUFFERS, plain_state_dict, update_scales
 from mixprec.testing import sqnr
@@ -205,7 +205,7 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
 def test_fp16_without_a_scaler_is_warned_about_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(_loss_scaling, "_warned", False)
+    monkeypatch.setattr(scaling, "_warned", False)
 
     def step(recipe: str, scaler: mixprec.GradScaler) -> None:
         layer = Linear(4, 4, recipe=recipe)

@@ -29,8 +29,8 @@ def holds(value: Any, depth: int = 0) -> bool:
     )
 
 
-def files(call: Callable[[], object]) -> list[str]:
-    """The files in which a function receives the tensor."""
+def files(call: Callable[[], object], *, entered: bool = False) -> list[str]:
+    """The files in which a function receives the tensor; or any function runs (entered)."""
     found = set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -38,7 +38,7 @@ def files(call: Callable[[], object]) -> list[str]:
         if (
             event == "call"
             and path.startswith(PACKAGE)
-            and any(map(holds, frame.f_locals.values()))
+            and (entered or any(map(holds, frame.f_locals.values())))
         ):
             found.add(path.removeprefix(PACKAGE))
 
@@ -57,6 +57,7 @@ def test_a_layer(recipe: str, most: int) -> None:
     found = files(lambda: layer(x))
     assert "/ops/gemm.py" in found
     assert len(found) <= most, found
+    assert len(files(lambda: layer(x), entered=True)) <= (18 if recipe == "mxfp8" else 14)
 
 
 def test_a_step() -> None:
@@ -68,3 +69,11 @@ def test_a_step() -> None:
         scaler.update()
     assert "/ops/adamw.py" in found
     assert len(found) <= 9, found
+    assert len(files(lambda: scaler.step(optimizer), entered=True)) <= 14
+
+
+def test_convert() -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.GELU()) for _ in range(2)]
+    for model in models:  # the first imports
+        found = files(lambda model=model: mixprec.convert(model, "fp8"), entered=True)
+    assert len(found) <= 14, found
