@@ -97,13 +97,13 @@ class Checked:
             return
         granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
         blocks = any(granularity in BLOCKS for granularity in granularities.values())
-        more = ", because all three operands have block formats or none" if blocks else ""
+        reason = ", because all three operands have block formats or none" if blocks else ""
         for role, granularity in granularities.items():
             fmt = getattr(self, role)
             allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
             if not blocks and fmt in (E4M3, E5M2):
                 allowed = [*GRANULARITIES]
-            meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
+            meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{reason}"
             self._is(f"{role}_granularity", granularity in allowed, meaning)
         if blocks:
             self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
@@ -135,10 +135,10 @@ class Checked:
             self._set("amax_of", "max")
         self._one_of("amax_of", AMAX_OF)
         length = self.history
-        whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
-        self._is("history", whole, "an int of 1 or more")
-        whole = isinstance(self.margin, int) and not isinstance(self.margin, bool)
-        self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
+        is_int = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        self._is("history", is_int, "an int of 1 or more")
+        is_int = isinstance(self.margin, int) and not isinstance(self.margin, bool)
+        self._is("margin", is_int and -64 <= self.margin <= 64, "an int between -64 and 64")
 
     def _check_outliers(self) -> None:
         share = self.outliers
@@ -154,8 +154,8 @@ class Checked:
         self._is("products", valid, f'recipes of some of {names}, as {{"grad_weight": "bf16"}}')
         is_one = not given and not self.outliers
         name = self.name.split("+")[0]
-        own = self if is_one else replace(self, name=name, products=(), outliers=0.0)
-        self._set("_own", own)
+        plain = self if is_one else replace(self, name=name, products=(), outliers=0.0)
+        self._set("_own", plain)
         parse = type(self).parse
         parsed = {name: parse(recipe) for name, recipe in dict(given).items()}
         for name, recipe in parsed.items():
@@ -163,7 +163,7 @@ class Checked:
             for field in ("products", "outliers"):
                 if getattr(recipe, field):
                     raise ValueError(f"{what} must be a recipe without {field}, got {recipe.name}")
-            if replace(recipe, name=own.name) == own:
+            if replace(recipe, name=plain.name) == plain:
                 continue
             if FP16 in (self.x, recipe.x):
                 raise ValueError(
@@ -176,7 +176,7 @@ class Checked:
                     f"recipe, got {recipe.name}"
                 )
         kept = ((name, parsed[name]) for name in names if name in parsed)
-        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=own.name) != own)
+        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=plain.name) != plain)
         self._set("products", tuple(others))
 
 

@@ -137,8 +137,8 @@ class Recipe(Checked):
     def product(self, name: str) -> Recipe:
         """How "forward", "grad_input" or "grad_weight" is computed: a recipe without `products` and
         `outliers`, this one if it has none."""
-        own: Recipe = self._own
-        return dict(self.products).get(name, own)
+        own_recipe: Recipe = self._own
+        return dict(self.products).get(name, own_recipe)
 
     @property
     def without_outliers(self) -> Recipe:
@@ -286,8 +286,8 @@ class Recipe(Checked):
             name = _recipe_checks.name_of(str(recipe).strip().lower())
             if "+" in name:
                 return _mixed(str(recipe), *name.split("+"))
-            if found := RECIPES.get(name):
-                return found
+            if named := RECIPES.get(name):
+                return named
             if near := difflib.get_close_matches(name, [*RECIPES, *_recipe_checks.NAMES], 1):
                 nearest = f'; did you mean "{near[0]}"?'
         names = ", ".join(f'"{name}"' for name in RECIPES)
@@ -296,25 +296,25 @@ class Recipe(Checked):
 
 def _mixed(given: str, first: str, *others: str) -> Recipe:
     """The recipe of a name like "fp8-rowwise+gw-bf16+outliers-0.01"."""
-    own = Recipe.parse(first)
-    found: dict[str, str] = {}
+    base = Recipe.parse(first)
+    parts: dict[str, str] = {}
     for prefix in (*PREFIXES.values(), _OUTLIERS):
         mine = [other.removeprefix(prefix) for other in others if other.startswith(prefix)]
-        found |= {prefix: mine[0]} if len(mine) == 1 else {}
-    share = found.get(_OUTLIERS, "0")
+        parts |= {prefix: mine[0]} if len(mine) == 1 else {}
+    share = parts.get(_OUTLIERS, "0")
     try:
         outliers = float(share)
     except ValueError:
-        found.clear()
-    if len(found) < len(others):
+        parts.clear()
+    if len(parts) < len(others):
         raise ValueError(
             "recipe must be NAME with some of +gi-NAME, +gw-NAME and +outliers-SHARE, such as "
             f'"fp8+gw-bf16" or "mxfp4+outliers-0.01", got {given!r}'
         )
-    products = {n: Recipe.parse(found[p]) for n, p in PREFIXES.items() if p in found}
-    name = [own.name, *(PREFIXES[n] + r.name for n, r in products.items() if r != own)]
+    products = {n: Recipe.parse(parts[p]) for n, p in PREFIXES.items() if p in parts}
+    name = [base.name, *(PREFIXES[n] + r.name for n, r in products.items() if r != base)]
     name += [f"{_OUTLIERS}{outliers}"] if outliers else []
-    return replace(own, name="+".join(name), products=tuple(products.items()), outliers=outliers)
+    return replace(base, name="+".join(name), products=tuple(products.items()), outliers=outliers)
 
 
 def _all(granularity: str) -> Any:

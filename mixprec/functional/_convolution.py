@@ -194,7 +194,7 @@ def convolution(
     _check(kind, x, weight, bias, groups, out_dtype)
     assert out_dtype is not None, "checked"
     strides, dilations = kind.integers("stride", stride, 1), kind.integers("dilation", dilation, 1)
-    pad, more = kind.padding(padding, weight.shape[2:], strides, dilations)
+    pad, end = kind.padding(padding, weight.shape[2:], strides, dilations)
     output_pad = kind.integers("output_padding", output_padding, 0)
     if any(output_pad) and not kind.transposed:
         raise ValueError(f"{kind.op}: output_padding needs transposed, got {output_padding!r}")
@@ -208,8 +208,8 @@ def convolution(
     if recipe.is_scaled and not kind.transposed and is_pointwise(weight.shape[2:], pad, groups):
         y = _pointwise(x, weight, bias, product, strides, recipe, out_dtype)
     else:
-        if any(more):
-            x = torch.nn.functional.pad(x, [n for last in reversed(more) for n in (0, last)])
+        if any(end):
+            x = torch.nn.functional.pad(x, [n for last in reversed(end) for n in (0, last)])
         clip = clips(recipe, out_dtype)
         # torch.autocast would cast the operands again, possibly bf16 to fp16.
         with autocast.disabled(x.device.type):

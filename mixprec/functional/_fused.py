@@ -104,11 +104,11 @@ class Fused(torch.autograd.Function):
         keep_as_is(*saved_x[1:], *saved_a[1:], mean, rstd, *saved_w)
         saved_as("normalized", total if norm else None)
         saved_as("gate" if len(hidden) == 2 else "hidden", *hidden[:1])
-        of_norm = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
+        norm_saved = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
         ctx.has_bias, ctx.hidden = norm_bias is not None, len(hidden)
         ctx.norm_dtypes = [None if t is None else t.dtype for t in (norm_weight, norm_bias)]
         ctx.save_for_backward(
-            *of_norm, *saved_x, *saved_a, *saved_w, *(hidden if need_h else [None] * len(hidden))
+            *norm_saved, *saved_x, *saved_a, *saved_w, *(hidden if need_h else [None] * len(hidden))
         )
         ctx.set_materialize_grads(False)
         shape = x.shape[:-1]
@@ -238,7 +238,7 @@ def _through_activation(
 def _grad_of_x(
     ctx: Any,
     sources: Sequence[tuple[Gemms, Matrix, Matrix]],
-    of_norm: Any,
+    norm_saved: Any,
     g_total: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, of the norm's weight and of its bias. The products' are added in FP32."""
@@ -251,7 +251,7 @@ def _grad_of_x(
         gemms.add_grad_input(g, qg_h, w_t)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
-    total, norm_weight, mean, rstd = of_norm
+    total, norm_weight, mean, rstd = norm_saved
     g_total = None if g_total is None else g_total.view(total.shape)
     dx, dw, db = norm_backward_op(
         g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias

@@ -169,8 +169,8 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
         data, inv = _rows_of_weights(weight.reshape(experts, 1, n * k), recipe, "row")
         data = data.view(weight.shape)
     elif granularity == "block128x128":  # squares of one expert
-        whole = pad(weight, (0, 0, 0, -n % CHUNK))
-        data, inv = _rows_of_weights(whole, recipe, granularity)
+        padded = pad(weight, (0, 0, 0, -n % CHUNK))
+        data, inv = _rows_of_weights(padded, recipe, granularity)
         data = data.narrow(1, 0, n)
     else:
         matrix = Matrix(*_rows_of_weights(weight, recipe, granularity))

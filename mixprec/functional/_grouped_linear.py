@@ -161,8 +161,8 @@ def _loop(
     ends, parts = offs.tolist(), []
     main_grad = product.main_grad
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        own = product._replace(main_grad=None if main_grad is None else main_grad[e])
-        parts.append(run_linear(x[begin:end], weight[e], None, own, recipe, out_dtype, None))
+        this = product._replace(main_grad=None if main_grad is None else main_grad[e])
+        parts.append(run_linear(x[begin:end], weight[e], None, this, recipe, out_dtype, None))
     last = ends[-1] if ends else 0
     rest = x.new_zeros((x.shape[0] - last, weight.shape[1]), dtype=out_dtype)
     with autocast.disabled(x.device.type):  # which refuses the other type of 16 bits

@@ -46,11 +46,11 @@ def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
     if v is not None:
         if x.requires_grad:
             grad_x = times(g, v.t(), x.dtype)
-        more = times(x, v, g.dtype)
-        grad_g = more if grad_g is None else grad_g + more
+        term = times(x, v, g.dtype)
+        grad_g = term if grad_g is None else grad_g + term
     if s is not None:
-        more = s.to(g.dtype).expand_as(g)
-        grad_g = more if grad_g is None else grad_g + more
+        term = s.to(g.dtype).expand_as(g)
+        grad_g = term if grad_g is None else grad_g + term
     return grad_g, grad_x, grad_w
 
 

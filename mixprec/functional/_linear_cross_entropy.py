@@ -230,8 +230,8 @@ def _grad_weight(
             return part * scale
         total.add_(part * scale)
         return None
-    own = scale if g_t.scale_inv is None else g_t.scale_inv * scale
-    return gemms.grad_weight(Matrix(g_t.data, own), x_t, WeightLike(dtype, False), total)
+    scale_inv = scale if g_t.scale_inv is None else g_t.scale_inv * scale
+    return gemms.grad_weight(Matrix(g_t.data, scale_inv), x_t, WeightLike(dtype, False), total)
 
 
 def _check(

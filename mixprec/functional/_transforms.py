@@ -123,8 +123,8 @@ class _Call:
                 known.append(t.clone() if t.untyped_storage()._cdata in memory else t)
                 self.saved.append(len(known) - 1)
             else:
-                found = (n for n, one in enumerate(known) if one is t)
-                self.saved.append(None if t is None else next(found))
+                indices = (n for n, one in enumerate(known) if one is t)
+                self.saved.append(None if t is None else next(indices))
         self.attributes = {**vars(ctx)}
         del self.attributes["needs_input_grad"]
         self.attributes.pop("saved_tensors", None)
@@ -148,9 +148,9 @@ class _Gradients:
         vars(ctx).update(call.attributes)
         ctx.saved_tensors = tuple(None if n is None else known[n] for n in call.saved)
         results: Any = call.kind.backward(ctx, *grads)
-        found = dict(zip(call.positions, results, strict=True))
+        grads_by_tensor = dict(zip(call.positions, results, strict=True))
         return tuple(
-            torch.zeros_like(known[n]) if found.get(n) is None else found[n]
+            torch.zeros_like(known[n]) if grads_by_tensor.get(n) is None else grads_by_tensor[n]
             for n, need in enumerate(self.needs)
             if need
         )
@@ -216,10 +216,10 @@ class _Forward(torch.autograd.Function):
         if all(g is None for g in given) or not any(needs):
             return (None,) * (1 + len(needs))
         gradients = _Gradients(ctx.call, needs, [g is not None for g in given])
-        found = iter(
+        results = iter(
             _Backward.apply(gradients, *(g for g in given if g is not None), *ctx.saved_tensors)
         )
-        return None, *(next(found) if need else None for need in needs)
+        return None, *(next(results) if need else None for need in needs)
 
     jvp = staticmethod(_no_second)
 

@@ -196,8 +196,8 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
     another = None if seed is None else seed + 1
     rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
-    of_tensor = None if tensor_scale_inv is None else rotated[4]
-    return Operand(matrix, Matrix(rotated[0], rotated[2], of_tensor))
+    tensor_inv_t = None if tensor_scale_inv is None else rotated[4]
+    return Operand(matrix, Matrix(rotated[0], rotated[2], tensor_inv_t))
 
 
 def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
@@ -244,8 +244,8 @@ def cast_input(
     shared = _shareable(x, recipe, delayed)
     if shared:
         known, key = context.casts[-1], _key(x, recipe, use_t, grad_enabled)
-        for tensor, of, operand in known:
-            if tensor() is x and of == key:
+        for tensor, known_key, operand in known:
+            if tensor() is x and known_key == key:
                 return operand
     operand = cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled)
     if shared:

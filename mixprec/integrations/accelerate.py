@@ -82,8 +82,8 @@ def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> Any
     accelerator.scaler = scaler
     cls: Any = type(accelerator)
     if not issubclass(cls, _Attached):  # not attached before
-        own = cls is not Accelerator
-        accelerator.__class__ = type(cls.__name__, (_Attached, cls), {}) if own else _Attached
+        is_base = cls is Accelerator
+        accelerator.__class__ = _Attached if is_base else type(cls.__name__, (_Attached, cls), {})
     return accelerator
 
 
@@ -100,19 +100,19 @@ class _Optimizer(AcceleratedOptimizer):
     def limit_next_step(self, who: str, name: str, value: float) -> None:
         """Set `max_grad_norm` or `max_grad_value` of the optimizer, until its next step."""
         check_limit(who, name, value)
-        own = self._limits.setdefault(name, getattr(self.optimizer, name))
-        if own is None:
+        limit = self._limits.setdefault(name, getattr(self.optimizer, name))
+        if limit is None:
             setattr(self.optimizer, name, value)
-        elif value not in (own, math.inf):
+        elif value not in (limit, math.inf):
             raise ValueError(
-                f"{who}: {name} must be {own}, as the optimizer has it, got {value}; set only one"
+                f"{who}: {name} must be {limit}, as the optimizer has it, got {value}; set only one"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step(closure)
         if self.gradient_state.sync_gradients:  # else it was no step
-            for name, own in self._limits.items():
-                setattr(self.optimizer, name, own)
+            for name, limit in self._limits.items():
+                setattr(self.optimizer, name, limit)
             self._limits.clear()
 
 
@@ -178,14 +178,14 @@ class _Attached(Accelerator):
         wanted = _with_gradients(parameters)
         for prepared in self._optimizers:
             if isinstance(prepared, _Optimizer):
-                own = _with_gradients(params_of(prepared.optimizer))
-                if own == wanted:
+                ids = _with_gradients(params_of(prepared.optimizer))
+                if ids == wanted:
                     return prepared
-                if own & wanted:
+                if ids & wanted:
                     raise ValueError(
                         f"{who}: parameters must be all those of one optimizer, which clips in its "
-                        f"step; with gradients it has {len(own)}, got {len(wanted)}, of them "
-                        f"{len(own & wanted)} of its own: give each optimizer max_grad_norm instead"
+                        f"step; with gradients it has {len(ids)}, got {len(wanted)}, of them "
+                        f"{len(ids & wanted)} of its own: give each optimizer max_grad_norm instead"
                     )
         return None
 

@@ -249,10 +249,10 @@ def _cast(data: Any, dtype: torch.dtype) -> Any:
 
 def _clips_once(optimizer: Any, other: str) -> None:
     for name in ("max_grad_norm", "max_grad_value"):
-        if (own := getattr(optimizer, name, None)) is not None:
+        if (limit := getattr(optimizer, name, None)) is not None:
             raise ValueError(
                 f"MixprecPrecision: gradients must be clipped once, got {other} and an optimizer "
-                f"with {name}={own}: remove one of them"
+                f"with {name}={limit}: remove one of them"
             )
 
 

@@ -115,16 +115,16 @@ def _by_module(
             "compress_saved: patterns of module names need model=, the module that has them"
         )
     modes = {p: None if bits is None else _mode(bits) for p, bits in patterns.items()}
-    found, matched = {}, set()
+    by_module, matched = {}, set()
     for name, module in model.named_modules():
         if fitting := [p for p in modes if fnmatchcase(name, p)]:
-            found[module] = modes[fitting[-1]]
+            by_module[module] = modes[fitting[-1]]
             matched.update(fitting)
     if unmatched := [p for p in modes if p not in matched]:
         raise ValueError(
             f"compress_saved: bits has patterns that match no module of the model: {unmatched}"
         )
-    return found
+    return by_module
 
 
 @contextmanager
@@ -133,8 +133,8 @@ def _hooks(
 ) -> Iterator[None]:
     modes, watch, packer = _Modes(mode), Watch(NAMES), Packer(seed)
     by_param = WeakTensorKeyDictionary()  # the mode of the parameter's module
-    for module, own in (by_module or {}).items():
-        by_param.update((p, own) for p in module.parameters(recurse=False))
+    for module, module_mode in (by_module or {}).items():
+        by_param.update((p, module_mode) for p in module.parameters(recurse=False))
 
     @nor_below
     def pack(t: torch.Tensor) -> Kept | Saved:
@@ -151,8 +151,8 @@ def _hooks(
         return saved
 
     with ExitStack() as stack:
-        for module, own in (by_module or {}).items():
-            stack.enter_context(_mode_inside(module, own, modes))
+        for module, module_mode in (by_module or {}).items():
+            stack.enter_context(_mode_inside(module, module_mode, modes))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
         stack.enter_context(watch)
         stack.enter_context(replaced("hooks", context.hooks + 1))
@@ -202,9 +202,9 @@ class ModuleHook:
 
 
 @contextmanager
-def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[None]:
+def _mode_inside(module: nn.Module, mode: int | None, modes: _Modes) -> Iterator[None]:
     """`own` is the last of `modes` while `module` runs."""
-    enter = ModuleHook(lambda: modes.stack.append(own))
+    enter = ModuleHook(lambda: modes.stack.append(mode))
     leave = ModuleHook(modes.leave)
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
@@ -222,5 +222,5 @@ def _mode_of(op: Op | None, modes: _Modes, by_param: WeakTensorKeyDictionary) ->
     if op is None or op.name not in OF_MODULES or not len(by_param):
         return mode
     bases = (t if t._base is None else t._base for t in op.tensors())
-    own = [by_param[base] for base in bases if base in by_param]
-    return mode if not own else None if None in own else max(own)
+    module_modes = [by_param[base] for base in bases if base in by_param]
+    return mode if not module_modes else None if None in module_modes else max(module_modes)

@@ -1,6 +1,6 @@
 """The forms in which tensors are kept, so that the gradients that come of them have the right mean.
 
-Codes are right on average, and so is what is linear in them. Where a derivative is not, its form
+Codes are unbiased, and so is what is linear in them. Where a derivative is not, its form
 keeps the sign, or the part of the values in which the derivative changes.
 """
 

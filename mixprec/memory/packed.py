@@ -71,10 +71,10 @@ class Parts:
         return all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
 
     def _tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for p in self.pieces:
-            found += (p.codes, p.ranges) if isinstance(p, Codes) else (p,)
-        return found
+            tensors += (p.codes, p.ranges) if isinstance(p, Codes) else (p,)
+        return tensors
 
     @property
     def nbytes(self) -> int:

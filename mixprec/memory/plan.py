@@ -121,8 +121,8 @@ def _threshold(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     threshold = op.argument(1, "threshold")
     if not abs(threshold) < 1e4:
         return None
-    more = abs(threshold) + 1.0
-    return Mask(threshold, None, True, threshold + more, threshold - more)
+    distance = abs(threshold) + 1.0
+    return Mask(threshold, None, True, threshold + distance, threshold - distance)
 
 
 @_rule("elu", "celu", "selu")

@@ -58,7 +58,7 @@ class Content:
     def __init__(self, thing: Any) -> None:
         # What it is read from: attributes of the class itself, by name; names in the globals of
         # functions, None where there is none; functions, with their code and defaults.
-        self.own: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.functions: list[tuple[Any, CodeType, Any, Any]] = []
         self.methods: list[str] = []
@@ -72,9 +72,9 @@ class Content:
 
     def is_still_of(self, thing: Any) -> bool:
         """Whether nothing that it was read from has been replaced since."""
-        own = vars(thing)
+        current = vars(thing)
         return (
-            all(own.get(name) is x for name, x in self.own.items())
+            all(current.get(name) is x for name, x in self.attributes.items())
             and all(scope.get(name) is x for scope, name, x in self.names)
             and all(
                 f.__code__ is code and f.__defaults__ == defaults and f.__kwdefaults__ == keywords
@@ -83,21 +83,21 @@ class Content:
         )
 
     def _read_class(self, kind: type, texts: dict[str, Any]) -> None:
-        own = vars(kind)
-        self.own = {name: own.get(name) for name in (*_SPECIAL, "forward")}
+        current = vars(kind)
+        self.attributes = {name: current.get(name) for name in (*_SPECIAL, "forward")}
         if type(kind) is not type or kind.__bases__ != (nn.Module,):
             raise _UnknownError
-        if any(name in own for name in _SPECIAL):
+        if any(name in current for name in _SPECIAL):
             raise _UnknownError
         names = ["forward"]
         for name in names:  # and those that these read of self
-            found = self.own[name] = own.get(name)
-            method = found.__func__ if isinstance(found, staticmethod) else found
+            attribute = self.attributes[name] = current.get(name)
+            method = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
             if isinstance(method, FunctionType):
                 read = _attributes(self._read_function(method, texts, f"self.{name}"))
-                names += () if method is not found else sorted(read - {*names})
+                names += () if method is not attribute else sorted(read - {*names})
                 self.methods.append(name)
-            elif name == "forward" or hasattr(type(found), "__get__"):
+            elif name == "forward" or hasattr(type(attribute), "__get__"):
                 raise _UnknownError
 
     def _read_function(self, function: Any, texts: dict[str, Any], key: str = "") -> ast.AST:
@@ -108,17 +108,17 @@ class Content:
         node = _source(function)
         texts[key] = (code.co_freevars, _text(node, name=""))
         for name in sorted(set(_globals(code))):
-            found = scope.get(name)
-            self.names.append((scope, name, found))
+            value = scope.get(name)
+            self.names.append((scope, name, value))
             if name not in scope and hasattr(builtins, name):
                 continue
-            if any(n == name and x is not found for _, n, x in self.names):
+            if any(n == name and x is not value for _, n, x in self.names):
                 raise _UnknownError  # one name for several
-            if isinstance(found, FunctionType):
+            if isinstance(value, FunctionType):
                 if name not in texts:
-                    self._read_function(found, texts, name)
+                    self._read_function(value, texts, name)
             else:
-                texts[name] = _place(name, found)
+                texts[name] = _place(name, value)
         return node
 
 
@@ -130,10 +130,10 @@ def content_of(thing: Any) -> Content:
 
     That of a function with variables of another function says nothing of these.
     """
-    found = _contents.get(thing)
-    if found is None or not found.is_still_of(thing):
-        found = _contents[thing] = Content(thing)
-    return found
+    content = _contents.get(thing)
+    if content is None or not content.is_still_of(thing):
+        content = _contents[thing] = Content(thing)
+    return content
 
 
 class KnownContents:
@@ -147,9 +147,9 @@ class KnownContents:
     def get(self, thing: Any) -> Content | None:
         """The content, if it is one of these; None for another one, and for what is first met
         while it is compiled."""
-        found = self._found.get(thing)
-        if found is not None:
-            return found if found.is_still_of(thing) else None
+        content = self._found.get(thing)
+        if content is not None:
+            return content if content.is_still_of(thing) else None
         if torch.compiler.is_compiling() or content_of(thing).digest not in self.digests:
             return None
         return self._found.setdefault(thing, content_of(thing))
@@ -165,14 +165,14 @@ def undecorated(function: Any, wrappers: Collection[str]) -> tuple[Any, list[dic
     return function, variables
 
 
-def _place(name: str, found: Any) -> str:
+def _place(name: str, value: Any) -> str:
     """The name of a module, or the place of a class or object."""
-    if isinstance(found, ModuleType) and sys.modules.get(found.__name__) is found:
-        return found.__name__
+    if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
+        return value.__name__
     where = _OBJECTS.get(name, "")
-    if isinstance(found, type):
-        name, where = found.__name__, found.__module__
-    if found is None or getattr(sys.modules.get(where), name, None) is not found:
+    if isinstance(value, type):
+        name, where = value.__name__, value.__module__
+    if value is None or getattr(sys.modules.get(where), name, None) is not value:
         raise _UnknownError
     return f"{where}.{name}"
 
@@ -223,8 +223,8 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _is_imported(name: str, function: FunctionType) -> bool:
-    found, here = (function.__globals__.get(n) for n in (name, "__name__"))
-    return isinstance(found, ModuleType) or getattr(found, "__module__", here) != here
+    value, here = (function.__globals__.get(n) for n in (name, "__name__"))
+    return isinstance(value, ModuleType) or getattr(value, "__module__", here) != here
 
 
 def _text(node: Any, *, name: str | None = None) -> Any:
@@ -246,8 +246,8 @@ def _text(node: Any, *, name: str | None = None) -> Any:
 def _attributes(node: Any) -> set[str]:
     """What a method reads of its first argument."""
     arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args)][:1]
-    found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
-    return {n.attr for n in found if isinstance(n.value, ast.Name) and n.value.id in arguments}
+    accesses = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
+    return {n.attr for n in accesses if isinstance(n.value, ast.Name) and n.value.id in arguments}
 
 
 def imported_class(module: str, name: str) -> Any:

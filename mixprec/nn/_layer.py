@@ -59,8 +59,8 @@ class _Name:
     def __get__(self, layer: Layer | None, owner: type) -> str:
         if layer is None:
             return ""
-        own = (layer._parameters, layer._buffers, layer._modules)
-        return next((kept["name"] for kept in own if "name" in kept), layer._path)  # type: ignore[return-value]
+        registries = (layer._parameters, layer._buffers, layer._modules)
+        return next((kept["name"] for kept in registries if "name" in kept), layer._path)  # type: ignore[return-value]
 
 
 class Layer(torch.nn.Module):
@@ -227,11 +227,11 @@ class Layer(torch.nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             chosen = torch.zeros(self._features(), device=self.weight.device)
             chosen.index_fill_(0, outliers.clone(), 1.0)
-            own = self._buffers[OUTLIERS]
-            if own is None or own.is_inference() or own.shape != chosen.shape:
+            buffer = self._buffers[OUTLIERS]
+            if buffer is None or buffer.is_inference() or buffer.shape != chosen.shape:
                 self._buffers[OUTLIERS] = chosen
             else:
-                own.copy_(chosen)  # the object that DDP broadcasts
+                buffer.copy_(chosen)  # the object that DDP broadcasts
 
     def _reused(self) -> Operand | None:
         """The cast weight, unless torch.func.functional_call replaced the weight."""
@@ -297,21 +297,21 @@ class Layer(torch.nn.Module):
     def _load_outliers(self, state_dict: dict[str, Any], key: str, errors: list[str]) -> None:
         """Prepare to load the outliers of a state dict; without any there, or for another recipe,
         they stay as they are."""
-        own, found = self._buffers.get(OUTLIERS), state_dict.get(key)
+        buffer, loaded = self._buffers.get(OUTLIERS), state_dict.get(key)
         if not self._recipe.has_outliers:
             if not hasattr(self, OUTLIERS):
                 state_dict.pop(key, None)
         elif key not in state_dict:
-            state_dict |= {} if own is None else {key: own}
-        elif not isinstance(found, torch.Tensor) or found.shape != (self._features(),):
-            got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            state_dict |= {} if buffer is None else {key: buffer}
+        elif not isinstance(loaded, torch.Tensor) or loaded.shape != (self._features(),):
+            got = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded).__name__
             errors.append(f"{key} must have shape ({self._features()},), got {got}")
             state_dict.pop(key)
-            state_dict |= {} if own is None else {key: own}
-        elif own is None:
-            device = found.device if self.weight.is_meta else self.weight.device
+            state_dict |= {} if buffer is None else {key: buffer}
+        elif buffer is None:
+            device = loaded.device if self.weight.is_meta else self.weight.device
             with torch.inference_mode(False):
-                self._buffers[OUTLIERS] = torch.zeros(found.shape, device=device)
+                self._buffers[OUTLIERS] = torch.zeros(loaded.shape, device=device)
 
     def _features(self) -> int:
         return self.weight.shape[0 if self._is_transposed else 1]

@@ -188,10 +188,10 @@ class RotaryForward(FusionScope):
         if torch.compiler.is_compiling():  # which makes one loop of them
             return super().original(*args, **kwargs)
         raw, renamed = _undecorated(kind.forward)
-        found = {} if raw is None else _found(raw)
-        if raw is None or not found or renamed & kwargs.keys():
+        functions = {} if raw is None else _found(raw)
+        if raw is None or not functions or renamed & kwargs.keys():
             return super().original(*args, **kwargs)
-        scope = {**raw.__globals__, **{name: _in_one_pass(f) for name, f in found.items()}}
+        scope = {**raw.__globals__, **{name: _in_one_pass(f) for name, f in functions.items()}}
         same = FunctionType(raw.__code__, scope, raw.__name__, raw.__defaults__, raw.__closure__)
         same.__kwdefaults__ = raw.__kwdefaults__
         return same(self.module, *args, **kwargs)

@@ -103,8 +103,8 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             q = project(query, w[:e], None if b is None else b[:e])
             k, v = project(key, w[e:], None if b is None else b[e:]).chunk(2, -1)
         else:
-            own = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-            weights = own if w is None else w.chunk(3)
+            separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            weights = separate if w is None else w.chunk(3)
             biases = (None,) * 3 if b is None else b.chunk(3)
             inputs = zip((query, key, value), weights, biases, strict=True)
             q, k, v = (project(*one) for one in inputs)

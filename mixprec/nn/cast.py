@@ -37,26 +37,26 @@ _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _vectors_only(model: nn.Module, kept: Collection[nn.Parameter]) -> str:
     """How many modules of which classes have parameters to cast, all of them vectors."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.dtype in _CASTABLE]
-        if any(p not in kept for p in own) and all(p.dim() == 1 for p in own):
-            found[type(module).__name__] += 1
-    return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
+        params = [p for p in module.parameters(recurse=False) if p.dtype in _CASTABLE]
+        if any(p not in kept for p in params) and all(p.dim() == 1 for p in params):
+            counts[type(module).__name__] += 1
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 def _matching(op: str, what: str, patterns: Collection[str], names: Collection[str]) -> set[str]:
     """The names that a pattern matches. ValueError for a pattern that matches none."""
     if isinstance(patterns, str):
         raise TypeError(f"{op}: {what} must be a list of patterns, got the string {patterns!r}")
-    found: set[str] = set()
+    all_matched: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched:
             listed = ", ".join(list(names)[:8]) or "none"
             raise ValueError(f"{op}: {what} has {pattern!r}, which matches none of {listed}, ...")
-        found |= matched
-    return found
+        all_matched |= matched
+    return all_matched
 
 
 def _stay_fp32(
@@ -64,16 +64,16 @@ def _stay_fp32(
 ) -> list[str]:
     """The names and shapes of FP32 buffers that may make activations FP32: not of classes that are
     known to leave these alone, and not without dimensions."""
-    frozen, found = imported_class("mixprec.frozen_linear", "FrozenLinear"), []
+    frozen, listed = imported_class("mixprec.frozen_linear", "FrozenLinear"), []
     for name, buffer in floats.items():
-        parent, _, own = name.rpartition(".")
+        parent, _, attribute = name.rpartition(".")
         module = model.get_submodule(parent)
         known = isinstance(module, norms) or type(module) is frozen
-        known |= isinstance(module, Layer) and own in buffers_of(module.recipe)
+        known |= isinstance(module, Layer) and attribute in buffers_of(module.recipe)
         known |= is_rotary(module) or is_weighted_loss(module)
         if buffer.dtype not in LOW_PRECISION and buffer.dim() and not known:
-            found.append(f"{name} {list(buffer.shape)}")
-    return found
+            listed.append(f"{name} {list(buffer.shape)}")
+    return listed
 
 
 def cast_parameters(
@@ -182,9 +182,9 @@ def cast_parameters(
     for name in cast_too:
         floats[name].data = floats[name].data.to(dtype)  # wherever else it is a buffer
     if dtype in LOW_PRECISION and (stay := _stay_fp32(model, floats, (*NORMS, *further))):
-        more = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
+        others = f" and {len(stay) - 4} more" if len(stay) > 4 else ""
         _said.say(
-            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{more}; activations that "
+            f"{op}: buffers that stay in FP32: {', '.join(stay[:4])}{others}; activations that "
             "meet them become FP32 unless the model casts these; buffers= casts the buffers"
         )
     return model

@@ -41,16 +41,16 @@ def _choose(
     takes_recipe = module_filter_fn is not None and "recipe" in _parameters(module_filter_fn)
     chosen, passed, matched = {}, [], set()
     for fqn, module in layers.items():
-        own: Recipe | None = recipe
+        layer_recipe: Recipe | None = recipe
         matching = [pattern for pattern in overrides if fnmatchcase(fqn, pattern)]
         if matching:
-            own = overrides[matching[-1]]
-        options = {"recipe": own} if takes_recipe and own is not None else {}
+            layer_recipe = overrides[matching[-1]]
+        options = {"recipe": layer_recipe} if takes_recipe and layer_recipe is not None else {}
         if keep(module, fqn, **options):
             passed.append(fqn)
             matched.update(matching)
-            if own is not None:
-                chosen[fqn] = own
+            if layer_recipe is not None:
+                chosen[fqn] = layer_recipe
     if unmatched := [pattern for pattern in overrides if pattern not in matched]:
         raise ValueError(
             f"convert: overrides must match layers that are to be converted, got {unmatched}; "
@@ -196,8 +196,8 @@ def _convert(
         )
     chosen = _choose(layers, recipe, module_filter_fn, parsed)
     chosen |= {
-        fqn: own.without_outliers
-        for fqn, own in chosen.items()
+        fqn: layer_recipe.without_outliers
+        for fqn, layer_recipe in chosen.items()
         if not kinds.takes_outliers(layers[fqn])
     }
     for fqn in chosen:
@@ -213,24 +213,24 @@ def _convert(
                     "recipe: convert it before it is wrapped"
                 )
             layers[fqn]._check_names(chosen[fqn])  # the others are checked when they are made
-    already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
-    for fqn, own in chosen.items():
+    already = sum(getattr(layers[fqn], "recipe", None) == new for fqn, new in chosen.items())
+    for fqn, layer_recipe in chosen.items():
         module = layers[fqn]
         if isinstance(module, Layer):
-            module.recipe, module._path = own, fqn
+            module.recipe, module._path = layer_recipe, fqn
         elif (kind := kinds.layer_for(module)) is not None:
-            kind._of(module, own, fqn)
+            kind._of(module, layer_recipe, fqn)
         if isinstance(module, Layer):
-            module._is_override = own not in (recipe, recipe.without_outliers)
-    used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
-    names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
+            module._is_override = layer_recipe not in (recipe, recipe.without_outliers)
+    used = Counter(str(layer_recipe) for layer_recipe in chosen.values()) or {str(recipe): 0}
+    names = "; ".join(name if len(used) == 1 else f"{name} ({n})" for name, n in used.items())
     note = f" ({already} had it already)" if already else ""
     kinds.leave_fast_paths(model)
     excluded = {m: "excluded" for fqn, m in layers.items() if fqn not in chosen}
-    found = kinds.coverage(model, excluded)
-    _said.say(f"convert: {len(chosen)} of {len(layers)} layers set to {names}{note}: {found}")
-    if layers and found.is_low:
-        warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=3)
+    coverage = kinds.coverage(model, excluded)
+    _said.say(f"convert: {len(chosen)} of {len(layers)} layers set to {names}{note}: {coverage}")
+    if layers and coverage.is_low:
+        warnings.warn(f"convert: {recipe.name} was asked for and reaches {coverage}", stacklevel=3)
 
 
 def unconvert(model: nn.Module) -> nn.Module:

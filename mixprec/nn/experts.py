@@ -17,7 +17,7 @@ from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._content import content_of
 from .conv import CONVOLUTIONS
-from .intercepted import Intercepted, ProductMode, whole
+from .intercepted import Intercepted, ProductMode, base_parameter
 
 _MOE = "transformers.integrations.moe"
 # The content of the forward pass that its use_experts_implementation gives to a class.
@@ -47,7 +47,7 @@ class Experts(Intercepted):
         x = args[0] if args else kwargs.get("hidden_states")
         dtypes = {self._first_weight.dtype, getattr(x, "dtype", None)}
         if dtypes <= {*checks.FLOATS} and is_decorated(type(self)) and _is_one_product(self):
-            products.found = True
+            products.has_run = True
             return _grouped(self, products, *args, **kwargs)
         return super()._run(recipe, products, args, kwargs)
 
@@ -97,7 +97,7 @@ def _grouped(
             weight = getattr(experts, name)
             if experts.is_transposed:
                 weight = weight.transpose(1, 2)
-            y = products.product(functional.grouped_linear, x, whole(weight), ends)
+            y = products.product(functional.grouped_linear, x, base_parameter(weight), ends)
             assert y is not None, "its dtypes were checked"
             return y + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else y
 

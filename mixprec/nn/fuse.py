@@ -46,9 +46,9 @@ class FusedSequential(Fused):
         i = 0
         while i < len(modules):
             part = self.parts.get(i, ())
-            found = modules[i : i + len(part)]
+            block = modules[i : i + len(part)]
             # Another module may have taken a place since.
-            if part and len(found) == len(part) and all(map(operator.is_, found, part)):
+            if part and len(block) == len(part) and all(map(operator.is_, block, part)):
                 fused = _part_of(part)
                 if fused.is_fused(x):
                     with without_modes():
@@ -113,7 +113,7 @@ def feed_forward_of(layer: nn.Module) -> tuple[FusedBlock, SecondHalf] | None:
     return FusedBlock([first.dense], act=first.act, last=second.dense, around=halves), second
 
 
-class Found(NamedTuple):
+class FusionReport(NamedTuple):
     """fused: what each fused module does, by path; left: why a candidate was not fused, by path;
     by class, how many modules share casts, and how many have forward passes that are not known."""
 
@@ -144,9 +144,9 @@ def _counts(counts: Counter[str]) -> str:
     return ", ".join(f"{kind} ({n})" for kind, n in counts.items())
 
 
-def fuse(model: nn.Module) -> Found:
+def fuse(model: nn.Module) -> FusionReport:
     """Fuse what is known in `model`, whose layers have been converted, in place."""
-    found = Found({}, {}, Counter(), Counter())
+    report = FusionReport({}, {}, Counter(), Counter())
     in_parts: set[nn.Module] = set()  # of a Sequential, or the halves of an MLP
     for fqn, module in list(model.named_modules()):
         if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in CONTAINERS:
@@ -154,31 +154,31 @@ def fuse(model: nn.Module) -> Found:
         around_layers = next(layers_in(module), None) is not None
         if "forward" in vars(module) or type(type(module).forward) is not FunctionType:
             if around_layers:
-                found.left[fqn] = "a module with a forward pass of its own"
+                report.left[fqn] = "a module with a forward pass of its own"
             continue
         spec, layers = spec_of(module), len([*own_layers(module)])
         if type(module) is nn.Sequential:
-            in_parts |= _fuse_sequential(module, fqn, found)
+            in_parts |= _fuse_sequential(module, fqn, report)
             continue
-        if isinstance(spec, MLPSpec) and _fuse_mlp(module, spec, fqn, found):
+        if isinstance(spec, MLPSpec) and _fuse_mlp(module, spec, fqn, report):
             continue
         kind = one_pass_class(spec)
         if kind is not None and module not in in_parts:
             vars(module)["forward"] = kind(module)
-            found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
+            report.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
             rotates = calls_known_functions(type(module))
             vars(module)["forward"] = (RotaryForward if rotates else FusionScope)(module)
             if rotates:
-                found.fused[fqn] = "rotary positions"
-            in_parts |= _fuse_feed_forward(module, fqn, found)
-            found.shares[type(module).__name__] += layers > 1
+                report.fused[fqn] = "rotary positions"
+            in_parts |= _fuse_feed_forward(module, fqn, report)
+            report.shares[type(module).__name__] += layers > 1
         name = type(module).__name__
         torchs = type(module) is getattr(nn, name, None)
         is_known = spec is not None and (module in in_parts or not isinstance(spec, _HALVES))
         if not is_known and not torchs and (layers or not module._modules):
-            found.unknown[name] += 1
-    return found
+            report.unknown[name] += 1
+    return report
 
 
 def _part_of(modules: tuple[Any, ...]) -> FusedBlock:
@@ -192,32 +192,32 @@ def _mlp(spec: MLPSpec) -> FusedBlock:
     return FusedBlock(spec.layers, act=spec.act, last=spec.last)
 
 
-def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:
+def _fuse_feed_forward(module: nn.Module, fqn: str, report: FusionReport) -> set[nn.Module]:
     """The halves of its MLP, if it is known."""
     feed_forward = feed_forward_of(module)
     if feed_forward is None:
         return set()
     part, _ = feed_forward
     if (why := part.why_not_fused()) is not None:
-        found.left[fqn] = why
+        report.left[fqn] = why
     else:
         vars(module)[FEED_FORWARD] = FusedFeedForward(module)
-        found.fused[fqn] = "linear, activation, linear"
+        report.fused[fqn] = "linear, activation, linear"
     return {*part.around}
 
 
-def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:
+def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, report: FusionReport) -> bool:
     part = _mlp(spec)
     if (why := part.why_not_fused()) is not None:
-        found.left[fqn] = why
+        report.left[fqn] = why
         return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
     vars(module)["forward"] = FusedMLP(module)
-    found.fused[fqn or "the model"] = f"linear, {gated}, linear"
+    report.fused[fqn or "the model"] = f"linear, {gated}, linear"
     return True
 
 
-def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:
+def _fuse_sequential(module: nn.Module, fqn: str, report: FusionReport) -> set[nn.Module]:
     """norm, linear; norm, linear, activation, linear; linear, activation, linear. The modules."""
     children: list[Any] = list(module._modules.values())
     parts: dict[int, tuple[nn.Module, ...]] = {}
@@ -236,12 +236,12 @@ def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module
         part = _part_of(modules)
         why = part.why_not_fused()
         if why is not None:
-            found.left[f"{fqn}.{start}".lstrip(".")] = why
+            report.left[f"{fqn}.{start}".lstrip(".")] = why
             continue
         parts[start] = modules
         before = "" if part.norm is None else "norm, "
         names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
         vars(module)["forward"] = FusedSequential(module, parts)
-        found.fused[fqn or "the model"] = " + ".join(names)
+        report.fused[fqn or "the model"] = " + ".join(names)
     return {child for part in parts.values() for child in part}

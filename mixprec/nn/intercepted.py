@@ -31,13 +31,13 @@ class ProductMode(TorchFunctionMode):
     """Runs torch's products of a layer by its recipe: linear, convolutions and grouped_mm of
     torch.nn.functional, and matrix products with a parameter of the layer, or a view of it.
 
-    code: of the layer's forward pass, to find out what calls torch inside of it. found: there was
-    one.
+    code: of the layer's forward pass, to find out what calls torch inside of it. has_run: whether
+    there was one.
     """
 
     def __init__(self, layer: Layer, recipe: Recipe, code: Any) -> None:
         super().__init__()
-        self.layer, self.recipe, self.code, self.found = layer, recipe, code, False
+        self.layer, self.recipe, self.code, self.has_run = layer, recipe, code, False
         self.grad = torch.is_grad_enabled()
 
     @not_compiled
@@ -52,10 +52,10 @@ class ProductMode(TorchFunctionMode):
             y = _MATRIX_PRODUCTS[func](self, *args, **kwargs)
         if y is None:
             return func(*args, **kwargs)
-        self.found = True
+        self.has_run = True
         return y
 
-    def product(self, of: Product, x: Any, w: Any, *more: Any) -> torch.Tensor | None:
+    def product(self, function: Product, x: Any, w: Any, *rest: Any) -> torch.Tensor | None:
         """None for operands that stay torch's: sparse or nested ones, and dtypes without a
         recipe."""
         for t in (x, w):
@@ -67,7 +67,7 @@ class ProductMode(TorchFunctionMode):
             self._refuse_reentrant()
         state = self.layer._state(x.dtype, x.device, self.recipe)._asdict()
         del state["quantized_weight"]  # there is none of a weight that is computed anew
-        return of(x, w, *more, recipe=self.recipe, name=self.layer._path, **state)
+        return function(x, w, *rest, recipe=self.recipe, name=self.layer._path, **state)
 
     def _refuse_reentrant(self) -> None:
         """Backward runs a piece of a forward pass again outside of this mode. Where torch compares
@@ -92,8 +92,8 @@ class ProductMode(TorchFunctionMode):
         is_computed = parametrize.is_parametrized(self.layer)
         computed: Any = self.layer.parametrizations if is_computed else ()
         kept = (parametrize._cache.get((id(self.layer), name)) for name in computed)
-        own = (*self.layer.parameters(recurse=False), *kept)
-        return any(p is not None and p.dim() > 1 and _is_of(t, p) for p in own)
+        kept_too = (*self.layer.parameters(recurse=False), *kept)
+        return any(p is not None and p.dim() > 1 and _is_of(t, p) for p in kept_too)
 
     def multiply(self, a: Any, b: Any) -> torch.Tensor | None:
         """a @ b where b is own, or else a; None: torch's."""
@@ -110,7 +110,7 @@ class ProductMode(TorchFunctionMode):
         """x [..., K] @ w [K, N], or x [..., E, M, K] @ w [E, K, N], broadcast."""
         w = w.resolve_neg()
         if w.dim() == 2:
-            return self.product(functional.linear, x, whole(w.t()), None)
+            return self.product(functional.linear, x, base_parameter(w.t()), None)
         if x.dim() == 1:
             y = self._by(x.unsqueeze(0), w)
             return None if y is None else y.squeeze(-2)
@@ -120,7 +120,7 @@ class ProductMode(TorchFunctionMode):
         rows = x.expand(*batch[:-1], e, m, k).movedim(-3, 0)
         count = rows[0].numel() // max(k, 1)
         ends = count * torch.arange(1, e + 1, device=x.device, dtype=torch.int32)
-        weight = whole(w.transpose(1, 2))
+        weight = base_parameter(w.transpose(1, 2))
         y = self.product(functional.grouped_linear, rows.reshape(e * count, k), weight, ends)
         return None if y is None else y.view(*rows.shape[:-1], n).movedim(0, -3)
 
@@ -147,11 +147,11 @@ def _views() -> frozenset[type]:
     """The nodes of autograd that transpositions make."""
     with torch.inference_mode(False), torch.enable_grad():
         w = torch.empty(1, 1, requires_grad=True)
-        found = (w.t(), w.T, w.mT, w.transpose(0, 1), w.permute(1, 0))
-        return frozenset(type(each.grad_fn) for each in found)
+        views = (w.t(), w.T, w.mT, w.transpose(0, 1), w.permute(1, 0))
+        return frozenset(type(each.grad_fn) for each in views)
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
+def base_parameter(weight: torch.Tensor) -> torch.Tensor:
     """The parameter with a main_grad that `weight` is a view of, if its gradient is that of the
     view: all of it, by transpositions that no hook sees. Else `weight`."""
     base: torch.Tensor | None = weight._base
@@ -184,8 +184,8 @@ def _convolution(
     given = dict(zip(names, args, strict=False)) | kwargs
     bias, stride = given.get("bias"), given.get("stride", 1)
     padding, dilation = given.get("padding", 0), given.get("dilation", 1)
-    more = given.get("output_padding", 0), given.get("groups", 1)
-    settings = (bias, stride, padding, dilation, transposed, *more)
+    rest = given.get("output_padding", 0), given.get("groups", 1)
+    settings = (bias, stride, padding, dilation, transposed, *rest)
     return product(functional.convolution, input, weight, *settings)
 
 
@@ -201,7 +201,7 @@ def _grouped_mm(
     others stay torch's."""
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
         return None
-    y = product(functional.grouped_linear, input, whole(mat2.transpose(1, 2)), offs)
+    y = product(functional.grouped_linear, input, base_parameter(mat2.transpose(1, 2)), offs)
     return None if y is None else y.to(out_dtype or input.dtype)
 
 
@@ -283,7 +283,7 @@ class Intercepted(Layer):
         products = ProductMode(self, recipe, Intercepted.forward.__code__)
         with products:
             result = self._run(recipe, products, args, kwargs)
-        if not (products.found or self._warned):
+        if not (products.has_run or self._warned):
             self._warned = True
             warnings.warn(
                 f"{self._path or 'a layer'} does not use the recipe {recipe.name}: its forward "
@@ -304,8 +304,8 @@ class Intercepted(Layer):
     __repr__ = nn.Module.__repr__
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()
-        return f"{own}, {self.recipe}" if own else str(self.recipe)
+        text = super().extra_repr()
+        return f"{text}, {self.recipe}" if text else str(self.recipe)
 
 
 @_disable_dynamo

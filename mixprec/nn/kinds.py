@@ -76,7 +76,7 @@ def takes_outliers(module: nn.Module) -> bool:
 def adapters(model: nn.Module, *, of_4bit: bool = True) -> set[nn.Module]:
     """The small layers that peft has added (LoRA and others) beside the layers that they adapt;
     without of_4bit not those of bitsandbytes' layers in 4 bits."""
-    found: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     adapted = adapted_layer()
     for module in model.modules() if adapted is not None else ():
         if isinstance(module, adapted):
@@ -84,8 +84,8 @@ def adapters(model: nn.Module, *, of_4bit: bool = True) -> set[nn.Module]:
                 continue
             for name in module.adapter_layer_names:
                 added = getattr(module, name, None)
-                found.update(added.modules() if isinstance(added, nn.Module) else ())
-    return found
+                modules.update(added.modules() if isinstance(added, nn.Module) else ())
+    return modules
 
 
 def leave_fast_paths(model: nn.Module) -> None:
@@ -141,12 +141,12 @@ class Coverage(NamedTuple):
             f"{kind} {count / self.total:.1%} ({_first(self.names[kind, reason])}: {reason})"
             for (kind, reason), count in self.left.most_common()
         )
-        found = f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
+        text = f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
         if not self.heads:
-            return found
+            return text
         most = sum(self.heads.values())
         return (
-            f"{found}; not counted: {_first([*self.heads])}: if F.linear or @ use it as a head, "
+            f"{text}; not counted: {_first([*self.heads])}: if F.linear or @ use it as a head, "
             f"that stays as it is, with up to {most / (self.total + most):.0%} of the FLOPs "
             "(mixprec.audit)"
         )
@@ -179,8 +179,8 @@ def coverage(
                 reason = reasons.get(module)
                 if reason is None:
                     beyond += weight.numel()
-                    own = _has_own_forward(module)
-                    reason = "it has a forward pass of its own" if own else unsupported
+                    has_own = _has_own_forward(module)
+                    reason = "it has a forward pass of its own" if has_own else unsupported
                 key = type(module).__name__, reason
                 left[key] += weight.numel()
                 if (name := fqn or "the model") not in names.setdefault(key, []):
@@ -201,8 +201,8 @@ def coverage(
 
 def _first(names: list[str]) -> str:
     """The first two, and how many more."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
+    others = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + others
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -128,8 +128,8 @@ def _describe_of(module: nn.Module, kind: Any) -> Describe | None:
         # (Its own `forward` is what the callers of this look for.)
         has_own = any(name in vars(module) for name in content.methods if name != "forward")
         return None if has_own else _CONTENTS[content.digest or ""]
-    own = vars(kind)
-    same = all(own.get(name) is method for name, method in known.methods.items())
+    attributes = vars(kind)
+    same = all(attributes.get(name) is method for name, method in known.methods.items())
     return known.describe if same and kind.forward is known.forward else None
 
 
@@ -195,8 +195,8 @@ def _mlp(first: str, act: str, last: str, after: str = "") -> Describe:
 
 def _children(m: Any, *names: str) -> tuple[nn.Module, ...]:
     """All of them, or none."""
-    found: Any = tuple(getattr(m, name, None) for name in names)
-    return found if all(isinstance(each, nn.Module) for each in found) else ()
+    children: Any = tuple(getattr(m, name, None) for name in names)
+    return children if all(isinstance(each, nn.Module) for each in children) else ()
 
 
 def _first_half(m: Any) -> FirstHalf | None:

@@ -96,10 +96,10 @@ def known_casts(model: nn.Module) -> tuple[set[nn.Parameter], set[str]]:
         known = [part for kind in parts if isinstance(module, kind) for part in parts[kind]]
         for part in (*known, *_parts_of_hooks(module)):
             for name in module._buffers if part == "*" else (part,):
-                found = _part(module, name)
-                if isinstance(found, nn.Module):
-                    parameters.update(found.parameters(recurse=False))
-                elif isinstance(found, torch.Tensor):
+                part_of_module = _part(module, name)
+                if isinstance(part_of_module, nn.Module):
+                    parameters.update(part_of_module.parameters(recurse=False))
+                elif isinstance(part_of_module, torch.Tensor):
                     buffers.add(f"{fqn}.{name}".lstrip("."))
     return parameters, buffers
 
@@ -115,10 +115,10 @@ def _parts_of_hooks(module: nn.Module) -> Iterator[str]:
 
 def _part(module: nn.Module, path: str) -> object:
     """None where another version has no such part."""
-    found: object = module
+    part: object = module
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        part = getattr(part, name, None)
+    return part
 
 
 def is_weighted_loss(module: nn.Module) -> bool:
