@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .formats import E2M1, E4M3
+from .formats import E2M1, E4M3, Format
 from .nn.autocast import is_for_onnx
 from .ops import dequantize, quantize
 from .ops._dispatch import checks
@@ -26,70 +26,44 @@ _HOOKS = (
 
 
 class Storage(NamedTuple):
-    """How a weight [N, K] is stored: to buffers, and from those of a layer to fp32, bf16, fp16."""
+    """How a weight [N, K] is stored: as `mixprec.quantize` casts it; fmt None: `quantize_int8`."""
 
-    quantize: Callable[[torch.Tensor], Tensors]
-    dequantize: Callable[[FrozenLinear, torch.dtype], torch.Tensor]
+    fmt: Format | None
+    granularity: str
     scales: str  # which elements share a scale, for repr
+    options: dict[str, Any]
 
+    def quantize(self, weight: torch.Tensor) -> Tensors:
+        """The buffers of a layer. ValueError where the weight is not finite."""
+        if self.fmt is None:
+            return self._in_int8(weight)
+        if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+            raise ValueError("freeze: the weight must be finite, got Inf or NaN")
+        q = quantize(weight, self.fmt, granularity=self.granularity, **self.options)
+        tensors = {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
+        if q.tensor_scale_inv is not None:
+            tensors["weight_tensor_scale_inv"] = q.tensor_scale_inv
+        return tensors
 
-def _check_finite(weight: torch.Tensor) -> None:
-    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        raise ValueError("freeze: the weight must be finite, got Inf or NaN")
+    @staticmethod
+    def _in_int8(weight: torch.Tensor) -> Tensors:
+        if not weight.is_meta:
+            data, scale_inv = quantize_int8(weight)
+        else:  # its amax is not known
+            data = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+            scale_inv = weight.new_empty((len(weight), 1), dtype=torch.float32)
+        return {"weight_codes": data, "weight_scale_inv": scale_inv}
 
-
-def _to_int8(weight: torch.Tensor) -> Tensors:
-    if weight.is_meta:  # its amax is not known
-        return _empty_rows(weight, torch.int8)
-    data, scale_inv = quantize_int8(weight)
-    return {"weight_codes": data, "weight_scale_inv": scale_inv}
-
-
-def _to_fp8(weight: torch.Tensor) -> Tensors:
-    if weight.is_meta:
-        return _empty_rows(weight, E4M3.dtype)
-    _check_finite(weight)
-    q = quantize(weight, E4M3, granularity="row", power_of_two_scale=False)
-    return {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
-
-
-def _empty_rows(weight: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    data = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    scale_inv = weight.new_empty((len(weight), 1), dtype=torch.float32)
-    return {"weight_codes": data, "weight_scale_inv": scale_inv}
-
-
-def _from_rows(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
-    codes, scale_inv = layer.weight_codes, layer.weight_scale_inv
-    if layer.fmt == "int8" or is_for_onnx():  # plain torch, right for FP8 codes too
-        return dequantize_int8(codes, scale_inv, dtype)
-    return dequantize(Quantized(codes, scale_inv, scale_inv, None, None, E4M3, "row"), dtype)
-
-
-def _to_mxfp4(weight: torch.Tensor) -> Tensors:
-    _check_finite(weight)
-    q = quantize(weight, E2M1, granularity="mx", scale_mode="even")  # the smallest error in E2M1
-    return {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
-
-
-def _to_nvfp4(weight: torch.Tensor) -> Tensors:
-    _check_finite(weight)
-    q = quantize(weight, E2M1, granularity="nvfp4")
-    assert q.tensor_scale_inv is not None
-    return {
-        "weight_codes": q.data,
-        "weight_scale_inv": q.scale_inv,
-        "weight_tensor_scale_inv": q.tensor_scale_inv,
-    }
-
-
-def _from_blocks(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
-    codes, scale_inv = layer.weight_codes, layer.weight_scale_inv
-    granularity = "mx" if layer.fmt == "mxfp4" else "nvfp4"
-    of_tensor = layer._buffers.get("weight_tensor_scale_inv")
-    q = Quantized(codes, scale_inv, scale_inv, None, None, E2M1, granularity, of_tensor)
-    q = q._replace(columns=layer.in_features)
-    return _blocks_for_onnx(q, dtype) if is_for_onnx() else dequantize(q, dtype)
+    def dequantize(self, layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
+        """The weight of a layer in fp32, bf16 or fp16."""
+        codes, scale_inv = layer.weight_codes, layer.weight_scale_inv
+        is_row = self.granularity == "row"
+        if self.fmt is None or (is_row and is_for_onnx()):  # plain torch, right for FP8 codes too
+            return dequantize_int8(codes, scale_inv, dtype)
+        fixed = self.fmt, self.granularity, layer._buffers.get("weight_tensor_scale_inv")
+        columns = None if is_row else layer.in_features
+        q = Quantized(codes, scale_inv, scale_inv, None, None, *fixed, columns)
+        return _blocks_for_onnx(q, dtype) if is_for_onnx() else dequantize(q, dtype)
 
 
 def _blocks_for_onnx(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -107,10 +81,10 @@ def _blocks_for_onnx(q: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 STORAGES = {
-    "int8": Storage(_to_int8, _from_rows, "/row"),
-    "fp8": Storage(_to_fp8, _from_rows, "/row"),
-    "mxfp4": Storage(_to_mxfp4, _from_blocks, "/32"),
-    "nvfp4": Storage(_to_nvfp4, _from_blocks, "/16"),
+    "int8": Storage(None, "row", "/row", {}),
+    "fp8": Storage(E4M3, "row", "/row", {"power_of_two_scale": False}),
+    "mxfp4": Storage(E2M1, "mx", "/32", {"scale_mode": "even"}),  # the smallest error in E2M1
+    "nvfp4": Storage(E2M1, "nvfp4", "/16", {}),
 }
 
 
@@ -228,16 +202,16 @@ class FrozenLinear(nn.Module):
     ) -> None:
         """Codes and scales of another format are an error, and none of them is loaded: they would
         be cast."""
-        errors, own = args[-1], {prefix + name: self._buffers[name] for name in self._stored}
-        for key, buffer in own.items():
-            found: Any = state_dict.get(key)
-            if buffer is None or getattr(found, "dtype", buffer.dtype) == buffer.dtype:
+        errors, stored = args[-1], {prefix + name: self._buffers[name] for name in self._stored}
+        for key, buffer in stored.items():
+            loaded: Any = state_dict.get(key)
+            if buffer is None or getattr(loaded, "dtype", buffer.dtype) == buffer.dtype:
                 continue
             errors.append(
-                f"{key} must be {buffer.dtype}, as {self.fmt} stores it, got {found.dtype}: freeze "
-                "the model in the format of the state dict"
+                f"{key} must be {buffer.dtype}, as {self.fmt} stores it, got {loaded.dtype}: "
+                "freeze the model in the format of the state dict"
             )
-            state_dict = {**state_dict, **own}
+            state_dict = {**state_dict, **stored}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
