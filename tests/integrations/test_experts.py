@@ -168,6 +168,22 @@ def test_an_implementation_of_the_program_is_not_replaced() -> None:
         del moe.ALL_EXPERTS_FUNCTIONS["mine"]
 
 
+def test_implementations_of_another_interface_are_not_replaced() -> None:
+    """Of a class that the program has decorated, with functions of its own."""
+    moe = importlib.import_module("transformers.integrations.moe")
+    interface = moe.ExpertsInterface()
+    interface["grouped_mm"] = lambda self, x, index, weights: 3 * x
+    own = type("Own", (type(make("concatenated")),), {})
+    moe.use_experts_implementation(own, experts_interface=interface)
+    experts = make("concatenated")
+    experts.__class__ = own
+    experts = mixprec.convert(experts, "bf16")
+    experts.config._experts_implementation = "grouped_mm"
+    x, *choice = batch()
+    with pytest.warns(UserWarning, match="does not use the recipe bf16"):
+        assert torch.equal(experts(x, *choice), 3 * x)
+
+
 def test_experts_of_other_ranks() -> None:
     """As expert parallelism of transformers calls them."""
     plain, (x, index, weights) = make("concatenated"), batch()

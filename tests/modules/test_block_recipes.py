@@ -76,6 +76,8 @@ def test_a_matrix_and_its_rotated_transpose_are_rounded_independently() -> None:
     cast = operands.cast(g, "g", RECIPES["nvfp4-1x16"], None, use_t=True)
     for matrix, exact in ((cast.matrix, g), (cast.matrix_t, hadamard(g.t()))):
         rounded = dequantize_mx_op(*matrix, "nvfp4", 128, torch.float32)
+        scale_inv = mixprec.quantize(exact, "e2m1", granularity="nvfp4").tensor_scale_inv
+        assert torch.equal(matrix.tensor_scale_inv, scale_inv), "of its own values"
         errors.append(((rounded - exact) * exact.sign()).flatten())
     assert abs(float(torch.corrcoef(torch.stack(errors))[0, 1])) < 5 * 2**-7
 

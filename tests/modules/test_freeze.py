@@ -46,6 +46,23 @@ def test_int8_by_hand(dtype: torch.dtype) -> None:
     assert quantize_int8(torch.ones(2, 0))[1].tolist() == [[1.0], [1.0]]
 
 
+CASTS = {
+    "fp8": ("e4m3", {"granularity": "row", "power_of_two_scale": False}),
+    "mxfp4": ("e2m1", {"granularity": "mx", "scale_mode": "even"}),
+    "nvfp4": ("e2m1", {"granularity": "nvfp4"}),
+}
+
+
+@for_each("fmt", list(CASTS))
+def test_codes_and_scales_are_those_of_quantize(fmt: str) -> None:
+    linear = mlp()[0]
+    frozen, (name, options) = FrozenLinear.from_linear(linear, fmt, torch.bfloat16), CASTS[fmt]
+    q = mixprec.quantize(linear.weight.detach(), name, **options)
+    want = [t for t in (q.data, q.scale_inv, q.tensor_scale_inv) if t is not None]
+    assert len(frozen.stored) == len(want)
+    assert all(map(torch.equal, frozen.stored, want))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w must be \[N, K\], got shape \(3,\)"):
         quantize_int8(torch.ones(3))
