@@ -15,7 +15,16 @@ import torch
 
 from ..._context import context
 from .._reference.gemm_scales import Operands
-from . import autocast, backends, checks, example_inputs, gemm_table, library, self_check
+from . import (
+    autocast,
+    backends,
+    checks,
+    example_inputs,
+    example_products,
+    gemm_table,
+    library,
+    self_check,
+)
 from .casts import Cast
 
 logger = logging.getLogger("mixprec")
@@ -82,7 +91,8 @@ class Op:
     ) -> None:
         parsed = torch._C.parse_schema(f"mixprec::{name}{schema}").arguments
         self.name, self.triton, self.choice = name, triton, choice
-        known = getattr(example_inputs, name.removesuffix("_"), _no_examples)
+        stem = name.removesuffix("_")
+        known = getattr(example_inputs, stem, None) or getattr(example_products, stem, _no_examples)
         self.examples: Callable[[str], Iterator[list[Any]]] = examples or known
         self.arguments = tuple(argument.name for argument in parsed)
         self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
