@@ -8,7 +8,7 @@ import torch
 from ..quantized import Quantized
 from ._dispatch.scaled_mm import Blocks
 from ._reference import block_formats, scale_layout
-from .dequantize_mx import dequantize_mx_op
+from .dequantize import dequantize_mx_op
 
 
 def is_block(x: object) -> bool:

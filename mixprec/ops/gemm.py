@@ -8,7 +8,7 @@ from ..quantized import Quantized
 from ._dispatch import autocast, block_products, checks, gemm_table, gemm_vendor, simulation
 from ._dispatch.op import Choice, Op
 from ._dispatch.scaled_mm import Blocks
-from ._reference import gemm_scales, tensor_core
+from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands
 from .block_operands import blocks_of, check_not_simulated, decode, decode_quantized, is_block
 
@@ -34,7 +34,7 @@ def gemm_simulated_reference(
     fast_accum: bool,
     arch: str,
 ) -> torch.Tensor:
-    return _finish(tensor_core.product(operands, fast_accum, arch), bias, out_dtype)
+    return _finish(simulation.product(operands, fast_accum, arch), bias, out_dtype)
 
 
 def gemm_accumulate_reference_(acc: torch.Tensor, operands: Operands) -> None:

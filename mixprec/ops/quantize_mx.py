@@ -9,8 +9,7 @@ from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_formats, rounding, scale_layout
 from ._reference.scale_layout import contiguous_copy
-from .amax import amax_reference
-from .scale import scale_from_amax
+from .scale import amax_reference, scale_from_amax
 
 # data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 BlockCast = tuple[

@@ -1,4 +1,4 @@
-"""Scalar arithmetic: the scale from amax, the update of the loss scale, the clip factor."""
+"""amax, and scalar arithmetic: the scale from amax, the update of the loss scale, clipping."""
 
 from __future__ import annotations
 
@@ -12,6 +12,37 @@ from ._dispatch import checks
 from ._dispatch.op import Op
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
+
+
+def amax_reference(x: torch.Tensor) -> torch.Tensor:
+    """max |x| in FP32; NaN if any element is NaN, else Inf if any is; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.float().abs().amax()
+
+
+def _check_amax(x: torch.Tensor) -> None:
+    checks.has_dtype("amax", "x", x, checks.FLOATS)
+
+
+amax_op = Op(
+    "amax",
+    "(Tensor x) -> Tensor",
+    reference=amax_reference,
+    fake=lambda x: x.new_empty((), dtype=torch.float32),
+    check=_check_amax,
+    triton="amax",
+)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| as an fp32 scalar tensor [] on x's device, without a host sync.
+
+    x: any shape and strides, fp32, bf16 or fp16. NaN if any element is NaN, else Inf if any is
+    infinite; 0 for an empty tensor. Raises TypeError or ValueError for other inputs.
+    """
+    checks.needs_no_grad("amax", "call it on x.detach()", x)
+    return amax_op(x)
 
 
 def scale_from_amax(
