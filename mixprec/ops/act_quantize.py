@@ -112,8 +112,7 @@ def _check(op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: C
     if kind not in KINDS:
         names = ", ".join(f'"{name}"' for name in KINDS)
         raise ValueError(f"{op}: kind must be one of {names}, got {kind!r}")
-    if up is not None:
-        checks.is_like(op, "up", up, x, (x.dtype,))
+    checks.is_like(op, "up", up, x, (x.dtype,))
     casts.check_fused(op, x, cast)
 
 

@@ -95,16 +95,11 @@ def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 def _check_backward(args: Any) -> None:
     op, q = "attention_backward", args.q
     _check_operands(op, q, args.k, args.v)
-    for name, dtype, shape, meaning in (
-        ("g", checks.FLOATS, q.shape, "q's shape"),
-        ("out", (q.dtype,), q.shape, "q's shape"),
-        ("logsumexp", (torch.float32,), q.shape[:3], "[B, H, T]"),
-    ):
-        checks.has_dtype(op, name, x := getattr(args, name), dtype)
-        checks.has_shape(op, name, x, shape, meaning)
-        checks.on_device(op, name, x, q.device, "q")
-    checks.has_dtype(op, "remainder", args.remainder, (torch.bfloat16,))
-    checks.on_device(op, "remainder", args.remainder, q.device, "q")
+    checks.is_like(op, "g", args.g, q, checks.FLOATS, "q")
+    checks.is_like(op, "out", args.out, q, (q.dtype,), "q")
+    fp32, rows = (torch.float32,), q.shape[:3]
+    checks.matches(op, "logsumexp", args.logsumexp, fp32, q, rows, "[B, H, T]", "q")
+    checks.matches(op, "remainder", args.remainder, (torch.bfloat16,), q, owner="q")
     if args.remainder.shape != (0,):
         checks.has_shape(op, "remainder", args.remainder, q.shape, "q's shape or [0]")
 
@@ -202,9 +197,8 @@ def _check_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
     if x.dim() != 4 or x.shape[3] % 2 != 0:
         raise ValueError(f"{op}: x must be [B, H, T, D], D even, got shape {tuple(x.shape)}")
     for name, factor in (("cos", cos), ("sin", sin)):
-        checks.has_dtype(op, name, factor, (torch.float32,))
-        checks.has_shape(op, name, factor, (x.shape[2], x.shape[3] // 2), "[T, D/2]")
-        checks.on_device(op, name, factor, x.device, "x")
+        shape = x.shape[2], x.shape[3] // 2
+        checks.matches(op, name, factor, (torch.float32,), x, shape, "[T, D/2]")
 
 
 rotary_op = Op(

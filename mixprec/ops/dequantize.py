@@ -31,7 +31,7 @@ def _fake(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
     op = "dequantize"
     checks.has_dtype(op, "data", data, LOW)
-    checks.has_dtype(op, "scale_inv", scale_inv, (torch.float32,))
+    checks.matches(op, "scale_inv", scale_inv, (torch.float32,), data, owner="data")
     m, k = scale_layout.as_matrix(data.shape)
     if not scale_layout.fits(scale_inv, m, k):
         shapes = [scale_layout.scale_shape(name, m, k) for name in scale_layout.GRANULARITIES]
@@ -39,9 +39,7 @@ def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> N
             f"{op}: scale_inv must have one of the shapes {shapes} for data {tuple(data.shape)}, "
             f"got {tuple(scale_inv.shape)}"
         )
-    checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
-    if dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    checks.is_float(op, "dtype", dtype)
 
 
 dequantize_op = Op(
@@ -90,8 +88,7 @@ def _check_mx(args: Any) -> None:
     block = block_formats.parse(op, fmt)
     checks.has_dtype(op, "data", data, (block.element.dtype,))
     scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
-    checks.has_dtype(op, "scale_inv", scale_inv, (scales,))
-    checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
+    checks.matches(op, "scale_inv", scale_inv, (scales,), data, owner="data")
     m, size = scale_layout.as_matrix(data.shape)
     wanted, across = block_formats.sizes(fmt, columns)
     if columns < 0 or wanted != size:
@@ -103,10 +100,8 @@ def _check_mx(args: Any) -> None:
     if tensor_scale_inv is not None:
         if not block.nvfp4:
             raise ValueError(f"{op}: tensor_scale_inv must be None for {fmt}, got a tensor")
-        checks.is_scalar(op, "tensor_scale_inv", tensor_scale_inv, torch.float32)
-        checks.on_device(op, "tensor_scale_inv", tensor_scale_inv, data.device, "data")
-    if dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+        checks.is_scalar(op, "tensor_scale_inv", tensor_scale_inv, torch.float32, data, "data")
+    checks.is_float(op, "dtype", dtype)
 
 
 def _fake_mx(data: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

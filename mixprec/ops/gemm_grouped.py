@@ -54,8 +54,7 @@ def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
 def _check_grouped(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> None:
     op = "gemm_grouped"
     _check_operands(op, operands, offs)
-    if out_dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    checks.is_float(op, "out_dtype", out_dtype)
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands, offs: torch.Tensor) -> None:

@@ -30,18 +30,12 @@ def _check(args: Any) -> None:
     grads, inv_scale, found_inf, sum_sq, counts = args
     checks.is_scalar(op, "found_inf", found_inf, torch.float32)
     if inv_scale is not None:
-        checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
-        checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
+        checks.is_scalar(op, "inv_scale", inv_scale, torch.float32, found_inf, "found_inf")
     for i, grad in enumerate(checks.is_list(op, "grads", grads)):
-        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
-        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
-    for name, t, dtype, columns in (
-        ("sum_sq", sum_sq, torch.float64, ()),
-        ("counts", counts, torch.int64, (COUNTS,)),
-    ):
-        if t is not None:
-            shape = (len(grads), *columns)
-            checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
+        checks.matches(op, f"grads[{i}]", grad, checks.REALS, found_inf, owner="found_inf")
+    n = len(grads)
+    checks.is_table(op, "sum_sq", sum_sq, torch.float64, (n,), found_inf, "found_inf")
+    checks.is_table(op, "counts", counts, torch.int64, (n, COUNTS), found_inf, "found_inf")
 
 
 grad_stats_op = Op(

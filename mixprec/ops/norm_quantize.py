@@ -118,18 +118,12 @@ def norm_backward_reference(args: Any) -> tuple[torch.Tensor, torch.Tensor, torc
     )
 
 
-def _check_x(op: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+def _check_x(op: str, x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
     checks.has_dtype(op, "x", x, checks.FLOATS)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have 1 or more dimensions, got shape ()")
-    if weight is not None:
-        _check_vector(op, "weight", weight, x)
-
-
-def _check_vector(op: str, name: str, t: torch.Tensor, x: torch.Tensor) -> None:
-    checks.has_dtype(op, name, t, checks.FLOATS)
-    checks.has_shape(op, name, t, x.shape[-1:], "[K], x's last dimension,")
-    checks.on_device(op, name, t, x.device, "x")
+    for name, t in vectors.items():
+        checks.matches(op, name, t, checks.FLOATS, x, x.shape[-1:], "[K], x's last dimension,")
 
 
 def _check(
@@ -140,26 +134,21 @@ def _check(
     cast: Cast,
 ) -> None:
     op = "norm_quantize"
-    _check_x(op, x, weight)
-    if residual is not None:
-        checks.is_like(op, "residual", residual, x, (x.dtype,))
-    if bias is not None:
-        _check_vector(op, "bias", bias, x)
+    _check_x(op, x, weight=weight, bias=bias)
+    checks.is_like(op, "residual", residual, x, (x.dtype,))
     casts.check_fused(op, x, cast)
 
 
 def _check_backward(args: Any) -> None:
     op, x = "norm_backward", args.x
-    _check_x(op, x, args.weight)
+    _check_x(op, x, weight=args.weight)
     checks.is_like(op, "g", args.g, x, checks.FLOATS)
-    rows, _ = scale_layout.as_matrix(x.shape)
-    for name in ("mean", "rstd"):
-        checks.has_dtype(op, name, t := getattr(args, name), (torch.float32,))
-        if name == "rstd" or tuple(t.shape) != (0,):  # no mean: RMSNorm
-            checks.has_shape(op, name, t, (rows,), "[M], x's rows,")
-        checks.on_device(op, name, t, x.device, "x")
-    if args.g_total is not None:
-        checks.is_like(op, "g_total", args.g_total, x, checks.FLOATS)
+    checks.is_like(op, "g_total", args.g_total, x, checks.FLOATS)
+    m, fp32 = scale_layout.as_matrix(x.shape)[:1], (torch.float32,)
+    checks.matches(op, "rstd", args.rstd, fp32, x, m, "[M], x's rows,")
+    checks.matches(op, "mean", args.mean, fp32, x)
+    if tuple(args.mean.shape) != (0,):  # no mean: RMSNorm
+        checks.has_shape(op, "mean", args.mean, m, "[M], x's rows,")
 
 
 def _fake(

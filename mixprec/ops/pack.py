@@ -117,10 +117,7 @@ def _check_pack(x: torch.Tensor, bits: int, offset: torch.Tensor | None) -> None
     op = "pack"
     checks.has_dtype(op, "x", x, checks.FLOATS)
     _check_bits(op, bits)
-    if offset is not None:
-        checks.has_dtype(op, "offset", offset, (torch.int64,))
-        checks.has_shape(op, "offset", offset, (1,), "one number")
-        checks.on_device(op, "offset", offset, x.device, "x")
+    checks.matches(op, "offset", offset, (torch.int64,), x, (1,), "one number")
 
 
 def _fake_pack(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,8 +140,7 @@ def _check_unpack(
 ) -> None:
     op = "unpack"
     checks.has_dtype(op, "codes", codes, (torch.uint8,))
-    checks.has_dtype(op, "ranges", ranges, (torch.bfloat16,))
-    checks.on_device(op, "ranges", ranges, codes.device, "codes")
+    checks.matches(op, "ranges", ranges, (torch.bfloat16,), codes, owner="codes")
     _check_bits(op, bits)
     if any(size < 0 for size in shape):
         raise ValueError(f"{op}: shape must have no negative size, got {tuple(shape)}")
@@ -152,8 +148,7 @@ def _check_unpack(
     of = f"the packed form of shape {tuple(shape)} in {bits} bits"
     checks.has_shape(op, "codes", codes, (size,), of)
     checks.has_shape(op, "ranges", ranges, (groups, 2), of)
-    if dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    checks.is_float(op, "dtype", dtype)
 
 
 def _fake_unpack(codes: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -153,10 +153,7 @@ def _check(
         )
     if transpose and x.dim() < 2:
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
-    if seed is not None:
-        checks.has_dtype(op, "seed", seed, (torch.int64,))
-        checks.has_shape(op, "seed", seed, (1,), "one number")
-        checks.on_device(op, "seed", seed, x.device, "x")
+    checks.matches(op, "seed", seed, (torch.int64,), x, (1,), "one number")
 
 
 def _fake(x: torch.Tensor, fmt: str, transpose: bool, swizzled: bool, with_amax: bool) -> BlockCast:

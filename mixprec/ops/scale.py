@@ -87,6 +87,7 @@ def scale_from_amax_reference_(args: Any) -> None:
 def _check_scale_from_amax(args: Any) -> None:
     op, scale = "scale_from_amax_", args.scale
     formats.parse(args.dtype, who=op)
+    checks.is_tensor(op, "scale", scale)
     for name in ("scale", "scale_inv", "amax"):
         checks.is_like(op, name, t := getattr(args, name), scale, (torch.float32,), "scale")
         if t is not args.amax:
@@ -236,13 +237,12 @@ def update_scale_reference_(args: Any) -> None:
 def _check_update_scale(args: Any) -> None:
     op = "update_scale_"
     checks.is_tensor(op, "scale", args.scale)
-    device = args.scale.device
     fp32 = ("scale", "found_inf", "underflow")
     for name in (*fp32, "growth_tracker", "hysteresis_tracker"):
         if (t := getattr(args, name)) is not None:
-            checks.is_scalar(op, name, t, torch.float32 if name in fp32 else torch.int32)
-            checks.on_device(op, name, t, device, "scale")
-    checks.is_table(op, "counters", args.counters, torch.int64, (COUNTERS,), device, "scale")
+            dtype = torch.float32 if name in fp32 else torch.int32
+            checks.is_scalar(op, name, t, dtype, args.scale, "scale")
+    checks.is_table(op, "counters", args.counters, torch.int64, (COUNTERS,), args.scale, "scale")
     for name, is_valid, meaning in (
         ("growth_factor", lambda x: 1 <= x < math.inf, "finite, 1 or more"),
         ("backoff_factor", lambda x: 0 < x <= 1, "in (0, 1]"),

@@ -49,17 +49,14 @@ def _check(
     counts: torch.Tensor | None,
 ) -> None:
     op = "unscale_"
-    checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
     checks.is_scalar(op, "found_inf", found_inf, torch.float32)
-    checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
+    checks.is_scalar(op, "inv_scale", inv_scale, torch.float32, found_inf, "found_inf")
     for i, grad in enumerate(checks.is_list(op, "grads", grads)):
-        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
-        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+        checks.matches(op, f"grads[{i}]", grad, checks.REALS, found_inf, owner="found_inf")
         checks.is_writable(op, f"grads[{i}]", grad)
     checks.check_disjoint(op, "grads", grads)
-    if counts is not None:
-        shape, device = (len(grads), COUNTS), found_inf.device
-        checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
+    shape = len(grads), COUNTS
+    checks.is_table(op, "counts", counts, torch.int64, shape, found_inf, "found_inf")
 
 
 # 3. The op: its schema, shared by all variants, and its functions. The C++ kernel is

@@ -41,8 +41,7 @@ def check(
     if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
     if scale is not None:
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "x")
+        checks.is_scalar(op, "scale", scale, torch.float32, x)
         if granularity != "tensor":
             raise ValueError(
                 f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
@@ -105,8 +104,7 @@ def given_scale(
 ) -> torch.Tensor | None:
     """The scale as a tensor on x's device. Only a tensor may hold 0 (not initialized)."""
     if isinstance(scale, torch.Tensor) and _reads_zero(scale):
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "the input")
+        checks.is_scalar(op, "scale", scale, torch.float32, x, "the input")
         checks.needs_no_grad(op, "detach scale", scale)
         return scale
     return checks.positive_scale(op, "scale", scale, x.device)

@@ -270,14 +270,14 @@ def _check(op: UpdateOp, args: Any) -> None:
 
 def _check_scalars(op: str, args: Any) -> None:
     checks.is_tensor(op, "steps", args.steps)
-    count, device = len(args.params), args.steps.device
-    checks.is_table(op, "steps", args.steps, torch.float32, (count,), device, "its own")
+    count = len(args.params)
+    checks.is_table(op, "steps", args.steps, torch.float32, (count,), args.steps, "its own")
     for name in ("inv_scale", "clip", "found_inf", "lr_tensor"):
         if (t := getattr(args, name)) is not None:
             checks.is_tensor(op, name, t)
             fp64 = name == "lr_tensor" and t.dtype == torch.float64
-            checks.is_scalar(op, name, t, torch.float64 if fp64 else torch.float32)
-            checks.on_device(op, name, t, device, "steps")
+            dtype = torch.float64 if fp64 else torch.float32
+            checks.is_scalar(op, name, t, dtype, args.steps, "steps")
     if not args.max_value > 0:
         raise ValueError(f"{op}: max_value must be positive, got {args.max_value}")
     if len(args.indices) not in (count, *([] if args.stochastic_rounding else [0])):
@@ -292,9 +292,7 @@ def _check_scalars(op: str, args: Any) -> None:
 def _check_param(
     op: str, i: int, param: torch.Tensor, args: Any, states: list[tuple[str, torch.Tensor]]
 ) -> None:
-    device = args.steps.device
-    checks.has_dtype(op, f"params[{i}]", param, checks.REALS)
-    checks.on_device(op, f"params[{i}]", param, device, "steps")
+    checks.matches(op, f"params[{i}]", param, checks.REALS, args.steps, owner="steps")
     checks.is_writable(op, f"params[{i}]", param)
     real = _real(param)
     narrow = (torch.bfloat16, CODES) if real == torch.float32 else ()
@@ -303,9 +301,8 @@ def _check_param(
     if args.masters:
         given.append((f"masters[{i}]", args.masters[i], (real, *remainders)))
     for label, t, dtypes in [*given, *((label, t, (real, *narrow)) for label, t in states)]:
-        checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
-        checks.has_dtype(op, label, t, dtypes)
-        checks.on_device(op, label, t, device, "steps")
+        meaning = f"params[{i}].shape"
+        checks.matches(op, label, t, dtypes, args.steps, param.shape, meaning, "steps")
         if t is not args.grads[i]:
             checks.is_writable(op, label, t)
     for label, t in states:
@@ -335,4 +332,4 @@ def _check_scales(op: str, args: Any, states: list[tuple[str, torch.Tensor]]) ->
         if not scales:
             raise ValueError(f"{op}: {label} is uint8, which needs state_scales, got none")
         count, name = (state8.blocks(t.numel()),), f"state_scales[{i}]"
-        checks.is_table(op, name, scales[i], torch.float32, count, args.steps.device, "steps'")
+        checks.is_table(op, name, scales[i], torch.float32, count, args.steps, "steps'")
