@@ -6,7 +6,7 @@ import torch
 
 from ..quantized import Quantized
 from ._dispatch import autocast, block_products, checks, gemm_table, gemm_vendor, simulation
-from ._dispatch.op import Choice, Op
+from ._dispatch.op import Op
 from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands
@@ -110,8 +110,7 @@ def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Ten
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_REFUSALS = {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not}
-_CHOICE = Choice(gemm_table.order, _REFUSALS)
+_REFUSES = {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not}
 gemm_op = Op(
     "gemm",
     "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
@@ -121,7 +120,8 @@ gemm_op = Op(
     check=_check_gemm,
     triton="gemm",
     vendor=gemm_vendor.gemm_vendor,
-    choice=_CHOICE,
+    prefers=gemm_table.order,
+    refuses=_REFUSES,
     operands=("a", "b"),
 )
 gemm_simulated_op = Op(
@@ -140,7 +140,8 @@ gemm_accumulate_op = Op(
     check=_check_accumulate,
     triton="gemm",
     vendor=gemm_vendor.gemm_accumulate_vendor_,
-    choice=_CHOICE,
+    prefers=gemm_table.order,
+    refuses=_REFUSES,
     operands=("a", "b"),
 )
 

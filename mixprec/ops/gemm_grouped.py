@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._dispatch import autocast, checks, gemm_vendor
-from ._dispatch.op import Choice, Op
+from ._dispatch.op import Op
 from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands, by_rows, groups
 
@@ -88,7 +88,8 @@ gemm_grouped_op = Op(
     check=_check_grouped,
     triton="gemm_grouped",
     vendor=gemm_vendor.gemm_grouped_vendor,
-    choice=Choice(gemm_vendor.grouped_order, {"vendor": gemm_vendor.grouped_why_not}),
+    prefers=lambda args, capability: ("vendor", "triton", "reference"),  # nothing is measured
+    refuses={"vendor": gemm_vendor.grouped_why_not},
     operands=("a", "b"),
 )
 gemm_grouped_accumulate_op = Op(

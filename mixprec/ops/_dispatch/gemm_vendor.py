@@ -175,13 +175,7 @@ def gemm_accumulate_vendor_(
         _sum_in_fp32(torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)
 
 
-_ORDER = ("vendor", "triton", "reference")
 _MOST_GROUPS = 1023  # a thread of one block prepares each
-
-
-def grouped_order(args: Any, capability: Capability | None) -> tuple[str, ...]:
-    """Nothing is measured: the vendor's first, wherever a call of it is exact."""
-    return _ORDER
 
 
 def grouped_why_not(args: Any, capability: Capability | None) -> str | None:
