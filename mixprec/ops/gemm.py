@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, block_products, checks, gemm_table, gemm_vendor, simulation
+from ._dispatch import autocast, checks, gemm_table, gemm_vendor, scaled_mm, simulation
 from ._dispatch.op import Op
 from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales
@@ -174,7 +174,7 @@ def product_of_blocks(
     a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
     """a @ b^T + bias by a GPU that multiplies these block formats itself; else None."""
-    return block_products.product(a, b, bias, out_dtype) if a.data.is_cuda else None
+    return scaled_mm.product(a, b, bias, out_dtype) if a.data.is_cuda else None
 
 
 def run_blocks(

@@ -1,20 +1,27 @@
-"""torch.nn.functional.scaled_mm of two matrices in block formats: the tensor cores of Blackwell
-apply the scales of blocks themselves."""
+"""torch.nn.functional.scaled_mm, where tensor cores apply the scales of blocks themselves: on
+Blackwell those of block formats, on Hopper FP32 scales of 128.
+
+The product of block formats is compared with exact ones before its first use.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..._context import context
+from ...formats import E4M3
 from .._reference import block_formats, scale_layout
 from .._reference.scale_layout import BLOCK
-from . import autocast, library
+from . import autocast, backends, library, self_check
 from .library import Capability
 
 MXFP8, NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2"), "nvfp4"
 CAPABILITIES = (10, 12)
+_left_out: dict[int, str | None] = {}  # by GPU, once compared: why it is not used, or None
 
 
 class Blocks(NamedTuple):
@@ -28,7 +35,7 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def why_not(a: Blocks, b: Blocks, capability: library.Capability | None) -> str | None:
+def why_not(a: Blocks, b: Blocks, capability: Capability | None) -> str | None:
     """Why torch has no single call for a @ b^T; None if it has."""
     who = "torch.nn.functional.scaled_mm"
     if capability is None or capability[0] not in CAPABILITIES:
@@ -99,22 +106,11 @@ def _scales(x: Blocks) -> list[torch.Tensor]:
     return [scales.view(torch.float8_e8m0fnu)]
 
 
-def _op(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_tensor: torch.Tensor | None,
-    a_fmt: str,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_tensor: torch.Tensor | None,
-    b_fmt: str,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _op(*args: Any) -> torch.Tensor:
     """`multiply` as an op, for compiled code: torch 2.11 does not trace into scaled_mm."""
-    columns = a.shape[1] * block_formats.per_byte(a_fmt)
-    rows = Blocks(a, a_scale_inv, a_tensor, a_fmt, columns)
-    return multiply(rows, Blocks(b, b_scale_inv, b_tensor, b_fmt, columns), bias, out_dtype)
+    matrices = args[:4], args[4:8]
+    a, b = (Blocks(*m, m[0].shape[1] * block_formats.per_byte(m[3])) for m in matrices)
+    return multiply(a, b, *args[8:])
 
 
 _NAME = "gemm_blocks_vendor"
@@ -127,11 +123,101 @@ library.LIBRARY.define(_NAME + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 library.LIBRARY.impl(_NAME, _op, "CUDA")
 torch.library.register_fake(
     f"mixprec::{_NAME}",
-    lambda a, _a, _at, _af, b, _b, _bt, _bf, _bias, out_dtype: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=out_dtype
-    ),
+    lambda a, *rest: a.new_empty((a.shape[0], rest[3].shape[0]), dtype=rest[-1]),
     lib=library.LIBRARY,
 )
+
+
+def reads_swizzled(fmt: str, device: torch.device) -> bool:
+    """Whether products of this format on `device` read scales in the swizzled layout."""
+    if device.type != "cuda" or (fmt not in MXFP8 and fmt != NVFP4):
+        return False
+    return _unavailable(library.capability(device.index or 0), device.index or 0) is None
+
+
+def product(
+    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """`multiply` on a GPU; None where torch has no such call, or not for this one."""
+    index = a.data.device.index or 0
+    capability = library.capability(index)
+    if why_not(a, b, capability) or _unavailable(capability, index) or not _ready(index):
+        return None
+    if torch.compiler.is_compiling():
+        return torch.ops.mixprec.gemm_blocks_vendor(*a[:4], *b[:4], bias, out_dtype)
+    return multiply(a, b, bias, out_dtype)
+
+
+def _unavailable(capability: Capability | None, index: int) -> str | None:
+    if capability is None or capability[0] not in CAPABILITIES:
+        return "compute capability 10 or 12"
+    if context.backend not in (None, "vendor"):
+        return "use_backend"
+    return _why_left_out(index)
+
+
+def _why_left_out(index: int) -> str | None:
+    return backends.disabled("vendor", "gemm") or _left_out.get(index)
+
+
+# Constant for the process: torch.compile need not trace into the environment.
+_why_left_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _ready(index: int) -> bool:
+    """Whether a product of small integers with it on GPU `index`, the first time, is exact."""
+    if index not in _left_out:
+        product = "torch's product of block formats"
+        if not self_check.is_possible("gemm", product, "it is compared with the exact one"):
+            return True
+        with _disable_current_modes():  # counters of FLOPs, policies of checkpointing, ...
+            _left_out[index] = reason = difference(f"cuda:{index}")
+        if reason is not None:
+            self_check.report("gemm", reason, "Block formats are decoded to bfloat16 instead")
+    return _left_out[index] is None
+
+
+# Constant for the process: torch.compile need not trace into the comparison.
+_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def difference(device: str) -> str | None:
+    """How products of example operands differ from the exact ones; None if they do not."""
+    e4m3, e5m2 = MXFP8
+    for a_fmt, b_fmt in ((e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3), (NVFP4, NVFP4)):
+        (a, wide_a), (b, wide_b) = example(a_fmt, 140, device), example(b_fmt, 48, device)
+        try:
+            y = multiply(a, b, None, torch.float32)
+        except Exception as error:
+            if "out of memory" in str(error):  # which says nothing about the product
+                raise
+            return f"torch's product of {a_fmt} and {b_fmt} fails ({error})"
+        if not torch.equal(y.double(), wide_a @ wide_b.t()):
+            return f"torch's product of {a_fmt} and {b_fmt} is not exact for small integers"
+    return None
+
+
+def example(fmt: str, rows: int, device: str) -> tuple[Blocks, torch.Tensor]:
+    """Small integers times powers of two that differ by row and block, and their values in FP64."""
+    block, k = block_formats.BLOCK_FORMATS[fmt], 192
+    generator = torch.Generator("cpu").manual_seed(rows)
+    x = torch.randint(-2, 3, (rows, k), generator=generator, dtype=torch.int32, device="cpu")
+    exponent = torch.randint(
+        -2, 3, (rows, k // block.block), generator=generator, dtype=torch.int32, device="cpu"
+    )
+    scale = exponent.float().exp2()
+    codes = block_formats.encode(x.float(), block.element, None)
+    wide = x.double() * scale.double().repeat_interleave(block.block, 1)
+    tensor = None
+    if block.nvfp4:
+        codes = block_formats.join(codes)
+        tensor = torch.full((), 0.5, dtype=torch.float32, device=device)
+        stored = block_formats.encode(scale, E4M3, None).view(torch.float8_e4m3fn)
+        wide = wide / 2
+    else:
+        stored = (exponent + 127).to(torch.uint8)
+    data = codes.view(block.element.dtype).to(device)
+    return Blocks(data, stored.to(device), tensor, fmt, k), wide.to(device)
 
 
 _CUBLAS = (12, 9)  # the CUDA version whose cuBLAS has them
