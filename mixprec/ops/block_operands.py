@@ -36,12 +36,6 @@ def blocks_of(q: Quantized) -> Blocks:
     return Blocks(rows.data, rows.scale_inv, q.tensor_scale_inv, name, q.columns)
 
 
-def decode_quantized(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`decode` of a matrix in a block format, or of its t()."""
-    data, scale = decode(blocks_of(q))
-    return data.t() if q.is_t else data, scale
-
-
 def unpacked(data: torch.Tensor, fmt: str) -> int:
     """The number of columns in `data`, with the one that fills up an odd number of half bytes."""
     return data.shape[-1] * block_formats.per_byte(fmt)

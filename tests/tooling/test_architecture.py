@@ -56,7 +56,8 @@ SIDEWAYS = {
     "act_quantize": "quantize.quantize_reference",
     "block_operands": "dequantize.dequantize_mx_op",
     "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
-    "block_operands.decode_quantized block_operands.is_block",
+    "block_operands.is_block",
+    "gemm_grouped": "gemm.plain_operand",
     "grad_stats": "unscale.COUNTS unscale.count_reference",
 }
 
