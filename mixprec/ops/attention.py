@@ -153,8 +153,7 @@ def attention(
     device = q.device.type
     if autocast.is_on(device):
         q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
-    out, logsumexp, remainder = attention_op(q, k, v, causal, scale)
-    return out, logsumexp, remainder
+    return attention_op(q, k, v, causal, scale)
 
 
 def attention_backward(
@@ -175,10 +174,8 @@ def attention_backward(
     of zeros. The results lie in memory as [B, T, H, D]. TypeError or ValueError names an invalid
     argument.
     """
-    checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)
-    dq, dk, dv = attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
-    return dq, dk, dv
+    return attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
 
 
 def rotary_reference(
@@ -217,7 +214,5 @@ def rotary(
 
     mixprec.functional.rotary says more, and has a derivative.
     """
-    checks.is_tensor("rotary", "x", x)
     checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, cos, sin)
-    y: torch.Tensor = rotary_op(x, cos, sin, interleaved)
-    return y
+    return rotary_op(x, cos, sin, interleaved)

@@ -108,11 +108,9 @@ def cross_entropy(
     Before the first tile rows are -inf, 0, NaN, 0. mixprec.functional.linear_cross_entropy makes a
     loss of them, and has a derivative. TypeError or ValueError names an invalid argument.
     """
-    checks.is_tensor("cross_entropy", "logits", logits)
     hint = "use mixprec.functional.linear_cross_entropy"
     checks.needs_no_grad("cross_entropy", hint, logits, rows)
-    result: torch.Tensor = cross_entropy_op(logits, target, rows, first, softcap)
-    return result
+    return cross_entropy_op(logits, target, rows, first, softcap)
 
 
 def cross_entropy_backward(
@@ -136,10 +134,7 @@ def cross_entropy_backward(
     then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy`.
     TypeError or ValueError names an invalid argument.
     """
-    op = "cross_entropy_backward"
-    checks.is_tensor(op, "logits", logits)
-    hint = "call it under torch.no_grad()"
+    op, hint = "cross_entropy_backward", "call it under torch.no_grad()"
     checks.needs_no_grad(op, hint, logits, logsumexp, weight)
     settings = first, classes, label_smoothing, z_loss, softcap, out_dtype
-    g: torch.Tensor = cross_entropy_backward_op(logits, target, logsumexp, weight, *settings)
-    return g
+    return cross_entropy_backward_op(logits, target, logsumexp, weight, *settings)

@@ -135,8 +135,7 @@ def gemm_grouped(
     checks.needs_no_grad(op, hint, a, b)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a.dtype in checks.FP8 else a.dtype
-    result: torch.Tensor = gemm_grouped_op(a, b, a_inv, b_inv, offs, out_dtype, fast_accum)
-    return result
+    return gemm_grouped_op(a, b, a_inv, b_inv, offs, out_dtype, fast_accum)
 
 
 def gemm_grouped_accumulate_(

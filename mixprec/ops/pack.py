@@ -196,12 +196,10 @@ def pack(
     minimum + (2^bits - 1) * step overflows FP32, becomes NaN as a whole (minimum NaN, codes 0).
     TypeError or ValueError names an invalid argument. Source: ActNN (Chen et al., 2021).
     """
-    checks.is_tensor("pack", "x", x)
     checks.needs_no_grad("pack", "call it under torch.no_grad()", x)
     checks.is_int64("pack", "seed", seed)
     checks.is_int64("pack", "counter", counter)
-    codes, ranges = pack_op(x, bits, seed, counter, offset)
-    return codes, ranges
+    return pack_op(x, bits, seed, counter, offset)
 
 
 def unpack(
@@ -217,6 +215,4 @@ def unpack(
     product is exact, the sum is rounded to FP32, then once to dtype. TypeError or ValueError names
     an invalid argument, or codes and ranges that do not fit the shape.
     """
-    checks.is_tensor("unpack", "codes", codes)
-    y: torch.Tensor = unpack_op(codes, ranges, bits, list(shape), dtype)
-    return y
+    return unpack_op(codes, ranges, bits, list(shape), dtype)

@@ -171,7 +171,23 @@ def quantize(
                 f"{op}: {name} must be left out with granularity {granularity!r}, whose scales "
                 f"come from x, got {got!r}"
             )
-        return _in_blocks(x, parsed, transpose, granularity, scale_mode, seed)
+        block = block_formats.name_of(parsed, granularity)
+        if block is None:
+            raise ValueError(
+                f"{op}: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "
+                f'"mx", and e2m1 with "nvfp4", got {parsed} with {granularity!r}'
+            )
+        if seed is not None and not isinstance(seed, torch.Tensor):
+            checks.is_int64(op, "seed, if no tensor,", seed)
+            seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
+        data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax = quantize_mx_op(
+            x, block, scale_mode, transpose, seed, False, True
+        )
+        transposed = (data_t, scale_inv_t) if transpose else (None, None)
+        tensor_scale_inv = tensor_scale_inv if tensor_scale_inv.dim() == 0 else None
+        columns = scale_layout.as_matrix(x.shape)[1]
+        rest = parsed, granularity, tensor_scale_inv, columns
+        return Quantized(data, scale_inv, amax, *transposed, *rest)
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
         raise ValueError(
@@ -183,39 +199,6 @@ def quantize(
     scale = casts.given_scale(op, scale, x)
     cast = Cast(parsed.dtype, scale, transpose, granularity, power_of_two_scale)
     return casts.quantized(quantize_op(x, *cast), parsed, cast)
-
-
-def _in_blocks(
-    x: torch.Tensor,
-    fmt: formats.Format,
-    transpose: bool,
-    granularity: str,
-    scale_mode: str,
-    seed: int | torch.Tensor | None,
-) -> Quantized:
-    name = block_formats.name_of(fmt, granularity)
-    if name is None:
-        raise ValueError(
-            f'quantize: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "mx", '
-            f'and e2m1 with "nvfp4", got {fmt} with {granularity!r}'
-        )
-    if seed is not None and not isinstance(seed, torch.Tensor):
-        checks.is_int64("quantize", "seed, if no tensor,", seed)
-        seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-    data, data_t, scale_inv, scale_inv_t, tensor_scale, amax = quantize_mx_op(
-        x, name, scale_mode, transpose, seed, False, True
-    )
-    return Quantized(
-        data,
-        scale_inv,
-        amax,
-        data_t if transpose else None,
-        scale_inv_t if transpose else None,
-        fmt,
-        granularity,
-        tensor_scale if tensor_scale.dim() == 0 else None,
-        scale_layout.as_matrix(x.shape)[1],
-    )
 
 
 _INT8_MAX = 127.0  # -128 is not used: the codes are symmetric

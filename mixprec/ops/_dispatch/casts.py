@@ -60,10 +60,17 @@ def check_fused(op: str, x: torch.Tensor, cast: Cast) -> None:
     check(op, x, cast, scale_layout.FUSED)
 
 
-def parse_fused(
-    op: str, fmt: Format | str | torch.dtype, granularity: str, power_of_two_scale: bool
-) -> Format:
-    """The format that a fused op casts to; ValueError for one that only `quantize` has."""
+def fused(
+    op: str,
+    x: torch.Tensor,
+    fmt: Format | str | torch.dtype,
+    scale: float | torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[Format, Cast]:
+    """The format and the cast that a fused op is asked for; ValueError for what only `quantize`
+    has."""
     parsed = parse(fmt, who=op)
     if parsed not in FORMATS:
         names = ", ".join(map(str, FORMATS))
@@ -73,7 +80,9 @@ def parse_fused(
             f'{op}: power_of_two_scale must be left out with granularity "mx", whose scales are '
             f"powers of two, got {power_of_two_scale!r}"
         )
-    return parsed
+    checks.is_tensor(op, "x", x)
+    given = given_scale(op, scale, x)
+    return parsed, Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
 
 
 def fake(x: torch.Tensor, cast: Cast) -> Results:

@@ -108,8 +108,8 @@ def _scales(x: Blocks) -> list[torch.Tensor]:
 
 def _op(*args: Any) -> torch.Tensor:
     """`multiply` as an op, for compiled code: torch 2.11 does not trace into scaled_mm."""
-    matrices = args[:4], args[4:8]
-    a, b = (Blocks(*m, m[0].shape[1] * block_formats.per_byte(m[3])) for m in matrices)
+    columns = args[0].shape[1] * block_formats.per_byte(args[3])
+    a, b = (Blocks._make((*each, columns)) for each in (args[:4], args[4:8]))
     return multiply(a, b, *args[8:])
 
 

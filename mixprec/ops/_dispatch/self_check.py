@@ -26,8 +26,8 @@ def _no_examples(device: str) -> Iterator[list[Any]]:
 def examples(op: str) -> Callable[[str], Iterator[list[Any]]]:
     """The small inputs, on a device, of the op of that name."""
     name = op.removesuffix("_")
-    found = getattr(example_inputs, name, None) or getattr(example_products, name, _no_examples)
-    return found  # type: ignore[no-any-return]
+    default = getattr(example_products, name, _no_examples)
+    return getattr(example_inputs, name, default)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

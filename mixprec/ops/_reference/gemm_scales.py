@@ -41,13 +41,7 @@ def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check_acc(
-    op: str,
-    acc: torch.Tensor,
-    shape: tuple[int, ...],
-    meaning: str,
-    on: torch.Tensor,
-    /,
-    **read: Any,
+    op: str, acc: torch.Tensor, shape: Sequence[int], meaning: str, on: torch.Tensor, /, **read: Any
 ) -> None:
     """acc is fp32 of this shape, on a's device, and overlaps with none of the tensors `read`."""
     checks.matches(op, "acc", acc, (torch.float32,), on, shape, meaning, "a")
