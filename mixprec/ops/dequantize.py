@@ -24,10 +24,6 @@ def dequantize_reference(
     return wide.to(dtype).reshape(data.shape).contiguous()
 
 
-def _fake(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
-
-
 def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
     op = "dequantize"
     checks.has_dtype(op, "data", data, LOW)
@@ -46,7 +42,7 @@ dequantize_op = Op(
     "dequantize",
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
     reference=dequantize_reference,
-    fake=_fake,
+    fake=lambda data, dtype: data.new_empty(data.shape, dtype=dtype),
     check=_check,
     triton="dequantize",
 )
@@ -104,16 +100,12 @@ def _check_mx(args: Any) -> None:
     checks.is_float(op, "dtype", dtype)
 
 
-def _fake_mx(data: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return data.new_empty(_shape(data, columns), dtype=dtype)
-
-
 dequantize_mx_op = Op(
     "dequantize_mx",
     "(Tensor data, Tensor scale_inv, Tensor? tensor_scale_inv, str fmt, int columns, "
     "ScalarType dtype) -> Tensor",
     reference=dequantize_mx_reference,
-    fake=_fake_mx,
+    fake=lambda args: args.data.new_empty(_shape(args.data, args.columns), dtype=args.dtype),
     check=_check_mx,
     triton="dequantize_mx",
 )

@@ -151,15 +151,11 @@ def _check_unpack(
     checks.is_float(op, "dtype", dtype)
 
 
-def _fake_unpack(codes: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return codes.new_empty(list(shape), dtype=dtype)
-
-
 unpack_op = Op(
     "unpack",
     "(Tensor codes, Tensor ranges, int bits, int[] shape, ScalarType dtype) -> Tensor",
     reference=unpack_reference,
-    fake=_fake_unpack,
+    fake=lambda codes, shape, dtype: codes.new_empty(list(shape), dtype=dtype),
     check=_check_unpack,
     triton="pack",
 )

@@ -186,8 +186,8 @@ def quantize(
         transposed = (data_t, scale_inv_t) if transpose else (None, None)
         tensor_scale_inv = tensor_scale_inv if tensor_scale_inv.dim() == 0 else None
         columns = scale_layout.as_matrix(x.shape)[1]
-        rest = parsed, granularity, tensor_scale_inv, columns
-        return Quantized(data, scale_inv, amax, *transposed, *rest)
+        results = (data, scale_inv, amax, *transposed, parsed, granularity, tensor_scale_inv)
+        return Quantized._make((*results, columns))
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
         raise ValueError(
@@ -196,7 +196,7 @@ def quantize(
         )
     if parsed not in formats.FORMATS:
         raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
-    scale = casts.given_scale(op, scale, x)
+    scale = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
     cast = Cast(parsed.dtype, scale, transpose, granularity, power_of_two_scale)
     return casts.quantized(quantize_op(x, *cast), parsed, cast)
 

@@ -21,16 +21,12 @@ def amax_reference(x: torch.Tensor) -> torch.Tensor:
     return x.float().abs().amax()
 
 
-def _check_amax(x: torch.Tensor) -> None:
-    checks.has_dtype("amax", "x", x, checks.FLOATS)
-
-
 amax_op = Op(
     "amax",
     "(Tensor x) -> Tensor",
     reference=amax_reference,
     fake=lambda x: x.new_empty((), dtype=torch.float32),
-    check=_check_amax,
+    check=lambda x: checks.has_dtype("amax", "x", x, checks.FLOATS),
     triton="amax",
 )
 
@@ -131,16 +127,12 @@ def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def _check_inv_scale(scale: torch.Tensor) -> None:
-    checks.is_scalar("inv_scale", "scale", scale, torch.float32)
-
-
 inv_scale_op = Op(
     "inv_scale",
     "(Tensor scale) -> Tensor",
     reference=inv_scale_reference,
     fake=lambda scale: torch.empty_like(scale),
-    check=_check_inv_scale,
+    check=lambda scale: checks.is_scalar("inv_scale", "scale", scale, torch.float32),
     triton="scale",
 )
 
@@ -157,10 +149,6 @@ def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (limit / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
-def _fake_clip_coef(sum_sq: torch.Tensor) -> torch.Tensor:
-    return sum_sq.new_empty((), dtype=torch.float32)
-
-
 def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
     checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
     if not sum_sq.is_contiguous():
@@ -173,7 +161,7 @@ clip_coef_op = Op(
     "clip_coef",
     "(Tensor sum_sq, float max_norm) -> Tensor",
     reference=clip_coef_reference,
-    fake=_fake_clip_coef,
+    fake=lambda sum_sq: sum_sq.new_empty((), dtype=torch.float32),
     check=_check_clip_coef,
     triton="scale",
 )

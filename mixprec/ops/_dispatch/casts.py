@@ -81,7 +81,7 @@ def fused(
             f"powers of two, got {power_of_two_scale!r}"
         )
     checks.is_tensor(op, "x", x)
-    given = given_scale(op, scale, x)
+    given = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
     return parsed, Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
 
 
@@ -100,23 +100,6 @@ def fake(x: torch.Tensor, cast: Cast) -> Results:
         x.new_empty(shape_t, dtype=scales),
         x.new_empty((), dtype=torch.float32),
     )
-
-
-def _reads_zero(scale: torch.Tensor) -> bool:
-    """Whether the scale is known to be 0, without a host sync."""
-    seen = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.numel() == 1
-    return seen and not torch.compiler.is_compiling() and scale.item() == 0
-
-
-def given_scale(
-    op: str, scale: float | torch.Tensor | None, x: torch.Tensor
-) -> torch.Tensor | None:
-    """The scale as a tensor on x's device. Only a tensor may hold 0 (not initialized)."""
-    if isinstance(scale, torch.Tensor) and _reads_zero(scale):
-        checks.is_scalar(op, "scale", scale, torch.float32, x, "the input")
-        checks.needs_no_grad(op, "detach scale", scale)
-        return scale
-    return checks.positive_scale(op, "scale", scale, x.device)
 
 
 def quantized(results: tuple[torch.Tensor, ...], fmt: Format, cast: Cast) -> Quantized:

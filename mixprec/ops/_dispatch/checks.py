@@ -229,11 +229,16 @@ def needs_no_grad(op: str, hint: str, *tensors: object) -> None:
 
 
 def positive_scale(
-    op: str, name: str, scale: float | torch.Tensor | None, device: torch.device
+    op: str,
+    name: str,
+    scale: float | torch.Tensor | None,
+    device: torch.device,
+    or_zero: bool = False,
 ) -> torch.Tensor | None:
     """`scale` as an fp32 tensor of one element on `device`, checked to be positive and finite.
 
     A number and a CPU tensor are checked; a tensor on another device is not read (host sync).
+    or_zero: a tensor may hold 0 (not initialized).
     """
     if scale is None:
         return None
@@ -244,6 +249,8 @@ def positive_scale(
         if device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
             return scale
         value = scale.item()
+        if or_zero and value == 0:
+            return scale
     elif isinstance(scale, (int, float)) and not isinstance(scale, bool):
         value = ctypes.c_float(scale).value  # rounded to FP32: 1e-60 is 0
         scale = torch.tensor(value, dtype=torch.float32, device=device)
