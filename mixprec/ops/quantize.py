@@ -70,7 +70,7 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
         fmt = block_formats.name_of(formats.parse(dtype), "mx")
         assert fmt is not None, "FP8"
         mode = block_formats.DEFAULT_SCALE_MODE
-        results = quantize_mx_reference(x, fmt, mode, transpose, None, False, True)
+        results = quantize_mx_reference((x, fmt, mode, transpose, None, False, True))
         return *results[:4], results[5]
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
@@ -183,11 +183,20 @@ def quantize(
         data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax = quantize_mx_op(
             x, block, scale_mode, transpose, seed, False, True
         )
-        transposed = (data_t, scale_inv_t) if transpose else (None, None)
+        data_t, scale_inv_t = (data_t, scale_inv_t) if transpose else (None, None)
         tensor_scale_inv = tensor_scale_inv if tensor_scale_inv.dim() == 0 else None
         columns = scale_layout.as_matrix(x.shape)[1]
-        results = (data, scale_inv, amax, *transposed, parsed, granularity, tensor_scale_inv)
-        return Quantized._make((*results, columns))
+        return Quantized(
+            data,
+            scale_inv,
+            amax,
+            data_t,
+            scale_inv_t,
+            parsed,
+            granularity,
+            tensor_scale_inv,
+            columns,
+        )
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
         raise ValueError(

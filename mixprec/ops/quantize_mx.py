@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..formats import E4M3
@@ -74,15 +76,7 @@ def _by_blocks(
     return contiguous_copy(data).view(block.element.dtype), contiguous_copy(codes)
 
 
-def quantize_mx_reference(
-    x: torch.Tensor,
-    fmt: str,
-    scale_mode: str,
-    transpose: bool,
-    seed: torch.Tensor | None,
-    swizzled: bool,
-    with_amax: bool,
-) -> BlockCast:
+def quantize_mx_reference(args: Any) -> BlockCast:
     """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
 
     x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
@@ -108,6 +102,7 @@ def quantize_mx_reference(
 
     ValueError or TypeError names an invalid argument.
     """
+    x, fmt, scale_mode, transpose, seed, swizzled, with_amax = args
     block = block_formats.parse("quantize_mx", fmt)
     amax = amax_reference(x)
     m, k = scale_layout.as_matrix(x.shape)

@@ -85,8 +85,7 @@ class _Update:
         return rounding.join_master(param, master) if master.dtype in REMAINDERS else master
 
     def _bits(self, i: int, shape: torch.Size, stream: int) -> torch.Tensor:
-        args = self._args
-        seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
+        seed, index = (self._args.seed, self._args.indices[i]) if self._args.indices else (0, 0)
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
     def _block_bits(self, i: int, blocks: int, stream: int) -> torch.Tensor:
@@ -214,7 +213,7 @@ class UpdateOp(Op):
         if self.stateless and not any(states):
             states = ()
         for name, tensors in zip(self.states, states, strict=False):
-            _check_count(self.name, name, len(tensors), len(params))
+            _check_count(self.name, name, tensors, len(params), False)
         on_device = isinstance(lr, torch.Tensor)
         self(
             params,
@@ -241,20 +240,18 @@ def _real(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _check_count(op: str, name: str, count: int, params: int) -> None:
-    if count != params:
+def _check_count(op: str, name: str, tensors: Tensors, params: int, may_be_empty: bool) -> None:
+    count = len(checks.is_list(op.partition(":")[0], name, tensors))
+    if count != params and not (may_be_empty and count == 0):
         raise ValueError(f"{op}: {name} must have one tensor per param ({params}), got {count}")
 
 
 def _check(op: UpdateOp, args: Any) -> None:
-    name = op.name
-    count = len(checks.is_list(name, "params", args.params))
-    _check_count(name, "grads", len(checks.is_list(name, "grads", args.grads)), count)
-    if checks.is_list(name, "masters", args.masters):
-        _check_count(name, "masters", len(args.masters), count)
-    if checks.is_list(name, "states", args.states) or not op.stateless:
-        each = " and ".join(op.states)
-        _check_count(f"{name}: {each}", "states", len(args.states), count * len(op.states))
+    name, count = op.name, len(checks.is_list(op.name, "params", args.params))
+    _check_count(name, "grads", args.grads, count, False)
+    _check_count(name, "masters", args.masters, count, True)
+    each = f"{name}: {' and '.join(op.states)}"
+    _check_count(each, "states", args.states, count * len(op.states), op.stateless)
     if len(args.settings) != len(op.settings):
         raise ValueError(
             f"{name}: settings must be {', '.join(op.settings)}, got {len(args.settings)} numbers"
@@ -300,7 +297,8 @@ def _check_param(
     given = [(f"grads[{i}]", args.grads[i], checks.FLOATS if narrow else (real,))]
     if args.masters:
         given.append((f"masters[{i}]", args.masters[i], (real, *remainders)))
-    for label, t, dtypes in [*given, *((label, t, (real, *narrow)) for label, t in states)]:
+    given += [(label, t, (real, *narrow)) for label, t in states]
+    for label, t, dtypes in given:
         meaning = f"params[{i}].shape"
         checks.matches(op, label, t, dtypes, args.steps, param.shape, meaning, "steps")
         if t is not args.grads[i]:

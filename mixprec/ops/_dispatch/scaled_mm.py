@@ -94,8 +94,15 @@ def multiply(
         return y if fused or bias is None else y.add_(bias).to(out_dtype)
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if x is a view not aligned to 16 bytes: rare, and invisible to a tracer."""
+    if x.storage_offset() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _elements(x: Blocks) -> torch.Tensor:
-    data = x.data if x.data.storage_offset() % 16 == 0 else x.data.clone()
+    data = aligned(x.data)
     return data.view(torch.float4_e2m1fn_x2) if x.fmt == NVFP4 else data
 
 
@@ -232,14 +239,9 @@ def _squares(scale_shape: torch.Size, rows: int, k: int) -> bool | None:
     return True if scale_shape == (-(-rows // BLOCK), across) else None
 
 
-def why_not_fp32_scales(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    capability: Capability | None,
-) -> str | None:
+def why_not_fp32_scales(operands: Any, capability: Capability | None) -> str | None:
     """Why torch has no single call for scales that are neither per tensor nor per row."""
+    a, b, a_scale_inv, b_scale_inv = operands
     who, (m, k), n = "torch.nn.functional.scaled_mm", a.shape, b.shape[1]
     if not a.dtype == b.dtype == torch.float8_e4m3fn:
         return f"{who} takes scales of blocks for float8_e4m3fn operands only"
@@ -263,14 +265,10 @@ def why_not_fp32_scales(
 
 
 def multiply_fp32_scales(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    operands: Any, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """What `why_not` accepts. Never with fast accumulation: each 128 of K is added in FP32."""
+    a, b, a_scale_inv, b_scale_inv = operands
     scale_a, recipe_a = _fp32_scales(a_scale_inv, a)
     scale_b, recipe_b = _fp32_scales(b_scale_inv.t(), b.t())
     return functional.scaled_mm(
