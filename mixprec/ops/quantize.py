@@ -53,16 +53,6 @@ def _scale(
     return torch.where(given == 0, current, torch.where(in_range, given, math.nan))
 
 
-def _by_blocks(
-    rows: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """data [M, K] and scale_inv of x [M, K], each block scaled by its own amax."""
-    amax = scale_layout.block_amax(rows, granularity)
-    scale = _scale(amax, None, dtype, power_of_two)
-    data = cast_reference(rows, scale_layout.expand(scale, *rows.shape), dtype)
-    return contiguous_copy(data), contiguous_copy(1.0 / scale)
-
-
 def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
     """Also with granularity "mx", for the fused ops."""
     dtype, scale, transpose, granularity, power_of_two_scale = cast
@@ -74,17 +64,21 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
         return *results[:4], results[5]
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
-    if granularity == "tensor":
-        used = _scale(amax, scale, dtype, power_of_two_scale).reshape(())
-        data, scale_inv = contiguous_copy(cast_reference(rows, used, dtype)), 1.0 / used
-    else:
-        data, scale_inv = _by_blocks(rows, dtype, granularity, power_of_two_scale)
-    if not transpose:
-        data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
-    elif granularity == "tensor":
-        data_t, scale_inv_t = contiguous_copy(data.t()), scale_inv.new_empty((0,))
-    else:
-        data_t, scale_inv_t = _by_blocks(rows.t(), dtype, granularity, power_of_two_scale)
+
+    def cast_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """data and scale_inv of rows [M, K], each block scaled by its own amax."""
+        by_block = granularity != "tensor"
+        block_amax = scale_layout.block_amax(rows, granularity) if by_block else amax
+        used = _scale(block_amax, scale, dtype, power_of_two_scale)
+        data = cast_reference(rows, scale_layout.expand(used, *rows.shape), dtype)
+        return contiguous_copy(data), contiguous_copy(1.0 / used)
+
+    data, scale_inv = cast_rows(rows)
+    data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
+    if transpose and granularity == "tensor":
+        data_t = contiguous_copy(data.t())
+    elif transpose:
+        data_t, scale_inv_t = cast_rows(rows.t())
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 
@@ -180,22 +174,14 @@ def quantize(
         if seed is not None and not isinstance(seed, torch.Tensor):
             checks.is_int64(op, "seed, if no tensor,", seed)
             seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-        data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax = quantize_mx_op(
+        data, data_t, scale_inv, inv_t, tensor_inv, amax = quantize_mx_op(
             x, block, scale_mode, transpose, seed, False, True
         )
-        data_t, scale_inv_t = (data_t, scale_inv_t) if transpose else (None, None)
-        tensor_scale_inv = tensor_scale_inv if tensor_scale_inv.dim() == 0 else None
+        data_t, inv_t = (data_t, inv_t) if transpose else (None, None)
+        tensor_inv = tensor_inv if tensor_inv.dim() == 0 else None
         columns = scale_layout.as_matrix(x.shape)[1]
         return Quantized(
-            data,
-            scale_inv,
-            amax,
-            data_t,
-            scale_inv_t,
-            parsed,
-            granularity,
-            tensor_scale_inv,
-            columns,
+            data, scale_inv, amax, data_t, inv_t, parsed, granularity, tensor_inv, columns
         )
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)

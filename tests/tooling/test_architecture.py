@@ -58,7 +58,7 @@ SIDEWAYS = {
     "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
     "block_operands.is_block",
     "gemm_grouped": "gemm.plain_operand",
-    "grad_stats": "unscale.COUNTS unscale.count_reference",
+    "grad_stats": "unscale.check_grads unscale.count_reference",
 }
 
 # Arithmetic on tensor elements stands in the ops (their references), in functional and stats, and
