@@ -86,24 +86,26 @@ def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Ten
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_REFUSES = {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not}
+_OPERANDS = "Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv"
+_RESULT = "Tensor? bias, ScalarType out_dtype, bool fast_accum"
+_ON_GPU: dict[str, Any] = {
+    "triton": "gemm",
+    "prefers": gemm_table.order,
+    "refuses": {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not},
+}
 gemm_op = Op(
     "gemm",
-    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accum) -> Tensor",
+    f"({_OPERANDS}, {_RESULT}) -> Tensor",
     reference=gemm_reference,
     fake=_fake,
     check=_check_gemm,
-    triton="gemm",
     vendor=gemm_vendor.gemm_vendor,
-    prefers=gemm_table.order,
-    refuses=_REFUSES,
     operands=("a", "b"),
+    **_ON_GPU,
 )
 gemm_simulated_op = Op(
     "gemm_simulated",
-    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accum, str arch) -> Tensor",
+    f"({_OPERANDS}, {_RESULT}, str arch) -> Tensor",
     reference=gemm_simulated_reference,
     fake=_fake,
     check=_check_simulated,
@@ -111,14 +113,12 @@ gemm_simulated_op = Op(
 )
 gemm_accumulate_op = Op(
     "gemm_accumulate_",
-    "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
+    f"(Tensor(a!) acc, {_OPERANDS}) -> ()",
     reference=gemm_accumulate_reference_,
     check=_check_accumulate,
-    triton="gemm",
     vendor=gemm_vendor.gemm_accumulate_vendor_,
-    prefers=gemm_table.order,
-    refuses=_REFUSES,
     operands=("a", "b"),
+    **_ON_GPU,
 )
 
 

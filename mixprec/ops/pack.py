@@ -24,15 +24,6 @@ def packed_sizes(numel: int, bits: int) -> tuple[int, int]:
     return (numel * bits + 7) // 8, (numel + GROUP - 1) // GROUP
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of an FP32 tensor as int64, from 0 on."""
-    return x.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def _bf16(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
 def _up(magnitude: torch.Tensor) -> torch.Tensor:
     """The bits of the BF16 number next to FP32 bits, away from 0."""
     return (magnitude + 0xFFFF) >> 16
@@ -47,13 +38,13 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     least = torch.full_like(low, _MIN_NORMAL)
     low = torch.where(low.abs() >= _MIN_NORMAL, low, torch.where(low < 0, -least, 0.0))
     high = torch.where(high.abs() >= _MIN_NORMAL, high, torch.where(high > 0, least, 0.0))
-    bits = _bits(low)
-    minimum = _bf16(torch.where(low < 0, _up(bits), bits >> 16))
+    bits = rounding.fp32_bits(low)
+    minimum = rounding.as_bf16(torch.where(low < 0, _up(bits), bits >> 16))
     low = minimum.float()
     # By a tensor: torch on a GPU multiplies by the reciprocal of a number, which is rounded.
-    code = _up(_bits((high - low) / torch.full_like(low, levels))).clamp(min=_MIN_STEP)
-    short = low + _bf16(code).float() * levels < high  # the division rounded down
-    step = _bf16(torch.where(high == low, 0, code + short))
+    code = _up(rounding.fp32_bits((high - low) / torch.full_like(low, levels))).clamp(min=_MIN_STEP)
+    short = low + rounding.as_bf16(code).float() * levels < high  # the division rounded down
+    step = rounding.as_bf16(torch.where(high == low, 0, code + short))
     span = step.float() * levels
     finite &= torch.isfinite(span) & torch.isfinite(low + span)
     return minimum.masked_fill(~finite, torch.nan), step.masked_fill(~finite, 0.0)

@@ -17,21 +17,18 @@ from .scale import amax_reference, scale_from_amax
 BlockCast = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
+Pair = tuple[torch.Tensor, torch.Tensor]
 _LARGEST = torch.finfo(torch.float32).max
 _NVFP4_MAX = 2688.0  # 6 * 448, the largest element times the largest scale
 
 
-def _mx_scale(
-    amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mx_scale(amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str) -> Pair:
     """The codes of the scales, and what elements are multiplied with: 2^-X, always normal."""
     code = block_formats.e8m0(amax, block.element, scale_mode)
     return code.to(torch.uint8), (254 - code << 23).view(torch.float32)
 
 
-def _nvfp4_scale(
-    amax: torch.Tensor, scale: torch.Tensor, up: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_scale(amax: torch.Tensor, scale: torch.Tensor, up: bool) -> Pair:
     """The same for E4M3 scales beside that of the tensor; up: none is rounded down."""
     exact = amax * (scale / 6.0)
     code = block_formats.encode(exact, E4M3, None)
@@ -49,7 +46,7 @@ def _by_blocks(
     scale_mode: str,
     scale: torch.Tensor,
     random: tuple[torch.Tensor, int] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Pair:
     """data and scale_inv of rows [M, K] in FP32. random: the seed and the stream."""
     m, k = rows.shape
     across = -(-k // block.block)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, Updated, UpdateOp, rounded
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -41,9 +41,7 @@ def _decayed(p: torch.Tensor, lr: torch.Tensor, weight_decay: float) -> torch.Te
     return torch.where(decay != 0, p - p * decay, p)
 
 
-def _adamw(
-    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
-) -> tuple[torch.Tensor, Tensors]:
+def _adamw(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
     lr, count, (beta1, beta2, eps, weight_decay, decoupled_weight_decay) = step
     (m, v), real = states, p.dtype
     if decoupled_weight_decay:
@@ -126,9 +124,7 @@ def _sign(c: torch.Tensor) -> torch.Tensor:
     return torch.where(c.isnan(), c, (c > 0).to(c.dtype) - (c < 0).to(c.dtype))
 
 
-def _lion(
-    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
-) -> tuple[torch.Tensor, Tensors]:
+def _lion(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
     lr, _, (beta1, beta2, weight_decay) = step
     (m,), real = states, p.dtype
     p = _decayed(p, lr, weight_decay)
@@ -175,9 +171,7 @@ def lion_(
     lion_op.run(params, grads, [exp_avgs], masters, steps, lr, settings, **options)
 
 
-def _sgd(
-    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
-) -> tuple[torch.Tensor, Tensors]:
+def _sgd(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
     lr, count, (momentum, dampening, weight_decay, nesterov) = step
     real = p.dtype
     if (decay := rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
@@ -233,9 +227,7 @@ def sgd_(
     sgd_op.run(params, grads, [momentum_buffers], masters, steps, lr, settings, **options)
 
 
-def _muon_direction(
-    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
-) -> tuple[torch.Tensor, Tensors]:
+def _muon_direction(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
     momentum, nesterov = step.settings
     (b,), weight = states, rounded(1 - momentum, g.dtype)
     b = b + (g - b) * weight

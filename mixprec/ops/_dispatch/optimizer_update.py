@@ -24,8 +24,9 @@ SCHEMA = (
     "Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()"
 )
 Tensors = Sequence[torch.Tensor]
-# formula(p, g, states, step): p and the states after it, all in the dtype of the arithmetic.
-Formula = Callable[..., tuple[torch.Tensor, Tensors]]
+Updated = tuple[torch.Tensor, Tensors]  # p and the states after a step
+# formula(p, g, states, step), all in the dtype of the arithmetic.
+Formula = Callable[..., Updated]
 
 
 class Step(NamedTuple):
