@@ -193,7 +193,9 @@ def plain_operand(
     """An operand, cast by torch.autocast where that is on, and the fp32 tensor that undoes its
     scale."""
     checks.is_tensor(op, name, x)
-    inv = gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
+    inv = None
+    if scale_inv is not None:
+        inv = gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
     device = x.device.type
     return (autocast.cast_operand(x, device) if autocast.is_on(device) else x), inv
 
