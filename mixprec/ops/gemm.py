@@ -146,6 +146,13 @@ def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> 
         gemm_accumulate_op(acc, *operands)
 
 
+def product_of_blocks(
+    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """a @ b^T + bias by a GPU that multiplies these block formats itself; else None."""
+    return scaled_mm.product(a, b, bias, out_dtype) if a.data.is_cuda else None
+
+
 def run_blocks(
     a: Blocks,
     b: Blocks,
@@ -156,14 +163,14 @@ def run_blocks(
 ) -> torch.Tensor:
     """a @ b^T + bias of two matrices in block formats; see `run`."""
     check_not_simulated(simulated)
-    y = scaled_mm.product(a, b, bias, out_dtype)
+    y = product_of_blocks(a, b, bias, out_dtype)
     return run(_decoded(a, b), bias, out_dtype, fast_accum, simulated) if y is None else y
 
 
 def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | None) -> None:
     """acc += a @ b^T of two matrices in block formats; see `run`."""
     check_not_simulated(simulated)
-    y = scaled_mm.product(a, b, None, torch.float32)
+    y = product_of_blocks(a, b, None, torch.float32)
     if y is None:
         return accumulate(acc, _decoded(a, b), simulated)
     gemm_scales.check_acc("gemm_accumulate_", acc, y.shape, "[M, N]", y)

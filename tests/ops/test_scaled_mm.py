@@ -3,6 +3,7 @@ of fake CUDA tensors, and have the right values for a function that reads them a
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from mixprec.recipes import RECIPES
 
 FP32, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 MIXES = ((MXFP8[0], MXFP8[0]), (MXFP8[0], MXFP8[1]), (MXFP8[1], MXFP8[0]), (NVFP4, NVFP4))
+gemm_module = sys.modules["mixprec.ops.gemm"]  # mixprec.ops.gemm is the function
 
 
 def blocks(
@@ -84,7 +86,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(a.fmt)
         return scaled_mm.multiply(a, b, *rest)
 
-    monkeypatch.setattr(scaled_mm, "product", product)
+    monkeypatch.setattr(gemm_module, "product_of_blocks", product)
     monkeypatch.setattr(operands, "reads_swizzled", lambda fmt, _: fmt in (*MXFP8, NVFP4))
     monkeypatch.setattr(F, "scaled_mm", as_cublas)
     return ran
@@ -177,7 +179,7 @@ def test_layers_give_the_gpu_swizzled_scales(
     blackwell: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """y and both gradients, and the same from the same swizzled scales, decoded."""
-    product = scaled_mm.product
+    product = gemm_module.product_of_blocks
     recipe = RECIPES[name]
     blackwell.clear()
     x, w, g = (normal(s, FP32, seed=i) for i, s in enumerate(((160, 96), (64, 96), (160, 64))))
@@ -188,10 +190,10 @@ def test_layers_give_the_gpu_swizzled_scales(
         y = functional.linear(x, w, recipe=recipe)
         outputs.append([y.detach(), *torch.autograd.grad(y, (x, w), g)])
         ran = list(blackwell)
-        monkeypatch.setattr(scaled_mm, "product", lambda *_: None)  # decoded
+        monkeypatch.setattr(gemm_module, "product_of_blocks", lambda *_: None)  # decoded
     assert ran == ([] if name == "mxfp4" else [recipe.block_format(role) for role in "xgg"])
     assert len(blackwell) == len(ran)
-    monkeypatch.setattr(scaled_mm, "product", product)
+    monkeypatch.setattr(gemm_module, "product_of_blocks", product)
     for got, want in zip(*outputs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
@@ -199,8 +201,8 @@ def test_layers_give_the_gpu_swizzled_scales(
 def test_products_of_quantized(blackwell: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales in rows are swizzled for the call; blocks that are not along K are decoded."""
     monkeypatch.setattr(
-        scaled_mm,
-        "product",
+        gemm_module,
+        "product_of_blocks",
         lambda a, b, *rest: blackwell.append(a.fmt) or scaled_mm.multiply(a, b, *rest),
     )
     a, b = (

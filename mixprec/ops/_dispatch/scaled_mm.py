@@ -146,8 +146,6 @@ def product(
     a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
     """`multiply` on a GPU; None where torch has no such call, or not for this one."""
-    if not a.data.is_cuda:
-        return None
     index = a.data.device.index or 0
     capability = library.capability(index)
     if why_not(a, b, capability) or _unavailable(capability, index) or not _ready(index):
