@@ -139,7 +139,7 @@ def reads_swizzled(fmt: str, device: torch.device) -> bool:
     """Whether products of this format on `device` read scales in the swizzled layout."""
     if device.type != "cuda" or (fmt not in MXFP8 and fmt != NVFP4):
         return False
-    return _unavailable(library.capability(device.index or 0), device.index or 0) is None
+    return _is_used(device.index or 0)
 
 
 def product(
@@ -147,20 +147,18 @@ def product(
 ) -> torch.Tensor | None:
     """`multiply` on a GPU; None where torch has no such call, or not for this one."""
     index = a.data.device.index or 0
-    capability = library.capability(index)
-    if why_not(a, b, capability) or _unavailable(capability, index) or not _ready(index):
+    if why_not(a, b, library.capability(index)) or not _is_used(index) or not _ready(index):
         return None
     if torch.compiler.is_compiling():
         return torch.ops.mixprec.gemm_blocks_vendor(*a[:4], *b[:4], bias, out_dtype)
     return multiply(a, b, bias, out_dtype)
 
 
-def _unavailable(capability: Capability | None, index: int) -> str | None:
-    if capability is None or capability[0] not in CAPABILITIES:
-        return "compute capability 10 or 12"
-    if context.backend not in (None, "vendor"):
-        return "use_backend"
-    return _why_left_out(index)
+def _is_used(index: int) -> bool:
+    """Whether GPU `index` is to multiply block formats itself, as far as is known."""
+    capability = library.capability(index)
+    able = capability is not None and capability[0] in CAPABILITIES
+    return able and context.backend in (None, "vendor") and _why_left_out(index) is None
 
 
 def _why_left_out(index: int) -> str | None:
