@@ -13,7 +13,7 @@ from .formats import E2M1, E4M3, Format
 from .nn.autocast import is_for_onnx
 from .ops import dequantize, quantize
 from .ops._dispatch import checks
-from .ops.int8 import dequantize_int8, quantize_int8
+from .ops.quantize import dequantize_int8, quantize_int8
 from .quantized import Quantized
 
 Tensors = dict[str, torch.Tensor]  # buffers of a FrozenLinear

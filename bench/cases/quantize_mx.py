@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mixprec.ops._reference import block_formats
-from mixprec.ops.dequantize_mx import dequantize_mx_op as dequantize_mx
+from mixprec.ops.dequantize import dequantize_mx_op as dequantize_mx
 from mixprec.ops.quantize_mx import quantize_mx_op as quantize_mx
 
 from .. import device, verify

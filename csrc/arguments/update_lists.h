@@ -1,4 +1,4 @@
-// The tensors of an optimizer's update, on every device; mixprec/ops/adamw.py documents them.
+// The tensors of an optimizer's update, on every device; mixprec/ops/step.py documents them.
 #pragma once
 
 #include "arguments/check.h"

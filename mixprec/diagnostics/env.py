@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..ops._dispatch import backends, gemm_table, library, self_check
+from ..ops._dispatch import backends, gemm_table, library
 from ..ops._dispatch.op import OPS
 
 # The processor features by which our kernels, or those of torch, are selected.
@@ -136,7 +136,7 @@ _TESTED = [backend for backend in backends.BACKENDS if backend != "reference"]
 
 def self_test(name: str, device: str) -> str | None:
     """How the backend of op `name` on `device` differs from the reference; None if it does not."""
-    return self_check.difference(OPS[name], OPS[name], device)
+    return OPS[name].difference(OPS[name], device)
 
 
 def report() -> dict[str, Any]:

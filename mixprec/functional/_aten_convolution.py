@@ -12,8 +12,7 @@ from ..memory.running import keep_as_is
 from ..ops._dispatch import autocast
 from ..ops._reference import scale_layout
 from ..ops._reference.block_formats import sizes
-from ..ops.dequantize import dequantize_op
-from ..ops.dequantize_mx import dequantize_mx_op
+from ..ops.dequantize import dequantize_mx_op, dequantize_op
 from ..recipes import Recipe
 from . import operands
 from ._derivatives import (

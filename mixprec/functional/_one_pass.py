@@ -10,8 +10,8 @@ from .._context import context
 from ..ops._dispatch import checks
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
+from ..ops.attention import rotary as rotated
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
-from ..ops.rotary import rotary as rotated
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 

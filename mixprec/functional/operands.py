@@ -13,9 +13,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 from .._context import context
 from ..ops._dispatch import simulation
-from ..ops._dispatch.block_products import reads_swizzled
 from ..ops._dispatch.casts import Cast
 from ..ops._dispatch.library import capability
+from ..ops._dispatch.scaled_mm import reads_swizzled
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE, hadamard
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op

@@ -4,23 +4,18 @@ from ._dispatch.backends import use_backend
 from ._dispatch.simulation import simulate
 from ._reference.rounding import export_master, join_master
 from .act_quantize import act_quantize
-from .adamw import adamw_
-from .amax import amax
-from .attention import attention, attention_backward
+from .attention import attention, attention_backward, rotary
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .gemm_grouped import gemm_grouped, gemm_grouped_accumulate_
 from .grad_stats import grad_stats_
-from .lion import lion_
-from .muon_direction import muon_direction_
 from .norm_quantize import norm_quantize
 from .pack import pack, unpack
 from .quantize import quantize
-from .rotary import rotary
-from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
-from .sgd import sgd_
+from .scale import amax, clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
+from .step import adamw_, lion_, muon_direction_, sgd_
 from .unscale import unscale_
 
 __all__ = [

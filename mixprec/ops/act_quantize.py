@@ -112,8 +112,7 @@ def _check(op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: C
     if kind not in KINDS:
         names = ", ".join(f'"{name}"' for name in KINDS)
         raise ValueError(f"{op}: kind must be one of {names}, got {kind!r}")
-    if up is not None:
-        checks.is_like(op, "up", up, x, (x.dtype,))
+    checks.is_like(op, "up", up, x, (x.dtype,))
     casts.check_fused(op, x, cast)
 
 
@@ -180,9 +179,6 @@ def act_quantize(
     squared ReLU (So et al., 2021).
     """
     op = "act_quantize"
-    parsed = casts.parse_fused(op, fmt, granularity, power_of_two_scale)
-    checks.is_tensor(op, "x", x)
+    parsed, cast = casts.fused(op, x, fmt, scale, transpose, granularity, power_of_two_scale)
     checks.needs_no_grad(op, "detach x and up, or call it under torch.no_grad()", x, up)
-    given = casts.given_scale(op, scale, x)
-    cast = Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
     return casts.quantized(act_quantize_op(x, up, kind, *cast), parsed, cast)

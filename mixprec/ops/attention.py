@@ -95,16 +95,11 @@ def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 def _check_backward(args: Any) -> None:
     op, q = "attention_backward", args.q
     _check_operands(op, q, args.k, args.v)
-    for name, dtype, shape, meaning in (
-        ("g", checks.FLOATS, q.shape, "q's shape"),
-        ("out", (q.dtype,), q.shape, "q's shape"),
-        ("logsumexp", (torch.float32,), q.shape[:3], "[B, H, T]"),
-    ):
-        checks.has_dtype(op, name, x := getattr(args, name), dtype)
-        checks.has_shape(op, name, x, shape, meaning)
-        checks.on_device(op, name, x, q.device, "q")
-    checks.has_dtype(op, "remainder", args.remainder, (torch.bfloat16,))
-    checks.on_device(op, "remainder", args.remainder, q.device, "q")
+    checks.is_like(op, "g", args.g, q, checks.FLOATS, "q")
+    checks.is_like(op, "out", args.out, q, (q.dtype,), "q")
+    fp32, rows = (torch.float32,), q.shape[:3]
+    checks.matches(op, "logsumexp", args.logsumexp, fp32, q, rows, "[B, H, T]", "q")
+    checks.matches(op, "remainder", args.remainder, (torch.bfloat16,), q, owner="q")
     if args.remainder.shape != (0,):
         checks.has_shape(op, "remainder", args.remainder, q.shape, "q's shape or [0]")
 
@@ -158,8 +153,7 @@ def attention(
     device = q.device.type
     if autocast.is_on(device):
         q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
-    out, logsumexp, remainder = attention_op(q, k, v, causal, scale)
-    return out, logsumexp, remainder
+    return attention_op(q, k, v, causal, scale)
 
 
 def attention_backward(
@@ -180,7 +174,45 @@ def attention_backward(
     of zeros. The results lie in memory as [B, T, H, D]. TypeError or ValueError names an invalid
     argument.
     """
-    checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)
-    dq, dk, dv = attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
-    return dq, dk, dv
+    return attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
+
+
+def rotary_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    d = x.shape[3]
+    pairs = (d // 2, 2) if interleaved else (2, d // 2)
+    first, second = x.float().unflatten(-1, pairs).unbind(-1 if interleaved else -2)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return _rows_first(torch.stack(rotated, -1 if interleaved else -2).flatten(-2), x.dtype)
+
+
+def _check_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    op = "rotary"
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    if x.dim() != 4 or x.shape[3] % 2 != 0:
+        raise ValueError(f"{op}: x must be [B, H, T, D], D even, got shape {tuple(x.shape)}")
+    for name, factor in (("cos", cos), ("sin", sin)):
+        shape = x.shape[2], x.shape[3] // 2
+        checks.matches(op, name, factor, (torch.float32,), x, shape, "[T, D/2]")
+
+
+rotary_op = Op(
+    "rotary",
+    "(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    reference=rotary_reference,
+    fake=lambda x: _empty_rows_first(x, x.dtype),
+    check=_check_rotary,
+)
+
+
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Return the pairs of features of x [B, H, T, D] rotated; cos, sin: fp32 [T, D/2].
+
+    mixprec.functional.rotary says more, and has a derivative.
+    """
+    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, cos, sin)
+    return rotary_op(x, cos, sin, interleaved)

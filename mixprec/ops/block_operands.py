@@ -8,7 +8,7 @@ import torch
 from ..quantized import Quantized
 from ._dispatch.scaled_mm import Blocks
 from ._reference import block_formats, scale_layout
-from .dequantize_mx import dequantize_mx_op
+from .dequantize import dequantize_mx_op
 
 
 def is_block(x: object) -> bool:
@@ -34,12 +34,6 @@ def blocks_of(q: Quantized) -> Blocks:
         raise ValueError(f"gemm: a Quantized must be from mixprec.quantize, got {q.granularity!r}")
     rows = q.t() if q.is_t else q
     return Blocks(rows.data, rows.scale_inv, q.tensor_scale_inv, name, q.columns)
-
-
-def decode_quantized(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`decode` of a matrix in a block format, or of its t()."""
-    data, scale = decode(blocks_of(q))
-    return data.t() if q.is_t else data, scale
 
 
 def unpacked(data: torch.Tensor, fmt: str) -> int:

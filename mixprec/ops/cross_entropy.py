@@ -62,47 +62,22 @@ def _check(op: str, args: Any) -> None:
     checks.has_dtype(op, "logits", logits, (torch.float32,))
     if logits.dim() != 2:
         raise ValueError(f"{op}: logits must be [N, T], got shape {tuple(logits.shape)}")
-    n = logits.shape[0]
-    vectors: list[tuple[str, torch.dtype, tuple[int, ...], str]] = [
-        ("target", torch.int64, (n,), "[N]")
-    ]
+    n, fp32 = logits.shape[0], (torch.float32,)
+    checks.matches(op, "target", args.target, (torch.int64,), logits, (n,), "[N]", "logits")
     if op == "cross_entropy":
-        vectors += [("rows", torch.float32, (n, COLUMNS), "[N, 4]")]
-    else:
-        vectors += [(name, torch.float32, (n,), "[N]") for name in ("logsumexp", "weight")]
-    for name, dtype, shape, meaning in vectors:
-        checks.has_dtype(op, name, x := getattr(args, name), (dtype,))
-        checks.has_shape(op, name, x, shape, meaning)
-        checks.on_device(op, name, x, logits.device, "logits")
-
-
-def _check_forward(args: Any) -> None:
-    _check("cross_entropy", args)
-
-
-def _check_backward(args: Any) -> None:
-    op = "cross_entropy_backward"
-    _check(op, args)
-    if args.out_dtype not in checks.FLOATS:
-        raise ValueError(
-            f"{op}: out_dtype must be float32, bfloat16 or float16, got {args.out_dtype}"
-        )
-
-
-def _fake(logits: torch.Tensor) -> torch.Tensor:
-    return logits.new_empty((logits.shape[0], COLUMNS))
-
-
-def _fake_backward(logits: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    return logits.new_empty(logits.shape, dtype=out_dtype)
+        checks.matches(op, "rows", args.rows, fp32, logits, (n, COLUMNS), "[N, 4]", "logits")
+        return
+    for name in ("logsumexp", "weight"):
+        checks.matches(op, name, getattr(args, name), fp32, logits, (n,), "[N]", "logits")
+    checks.is_float(op, "out_dtype", args.out_dtype)
 
 
 cross_entropy_op = Op(
     "cross_entropy",
     "(Tensor logits, Tensor target, Tensor rows, int first, float softcap) -> Tensor",
     reference=cross_entropy_reference,
-    fake=_fake,
-    check=_check_forward,
+    fake=lambda logits: logits.new_empty((logits.shape[0], COLUMNS)),
+    check=lambda args: _check("cross_entropy", args),
     triton="cross_entropy",
 )
 cross_entropy_backward_op = Op(
@@ -110,8 +85,8 @@ cross_entropy_backward_op = Op(
     "(Tensor logits, Tensor target, Tensor logsumexp, Tensor weight, int first, int classes, "
     "float label_smoothing, float z_loss, float softcap, ScalarType out_dtype) -> Tensor",
     reference=cross_entropy_backward_reference,
-    fake=_fake_backward,
-    check=_check_backward,
+    fake=lambda logits, out_dtype: logits.new_empty(logits.shape, dtype=out_dtype),
+    check=lambda args: _check("cross_entropy_backward", args),
     triton="cross_entropy",
 )
 
@@ -133,11 +108,9 @@ def cross_entropy(
     Before the first tile rows are -inf, 0, NaN, 0. mixprec.functional.linear_cross_entropy makes a
     loss of them, and has a derivative. TypeError or ValueError names an invalid argument.
     """
-    checks.is_tensor("cross_entropy", "logits", logits)
     hint = "use mixprec.functional.linear_cross_entropy"
     checks.needs_no_grad("cross_entropy", hint, logits, rows)
-    result: torch.Tensor = cross_entropy_op(logits, target, rows, first, softcap)
-    return result
+    return cross_entropy_op(logits, target, rows, first, softcap)
 
 
 def cross_entropy_backward(
@@ -161,10 +134,7 @@ def cross_entropy_backward(
     then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy`.
     TypeError or ValueError names an invalid argument.
     """
-    op = "cross_entropy_backward"
-    checks.is_tensor(op, "logits", logits)
-    hint = "call it under torch.no_grad()"
+    op, hint = "cross_entropy_backward", "call it under torch.no_grad()"
     checks.needs_no_grad(op, hint, logits, logsumexp, weight)
     settings = first, classes, label_smoothing, z_loss, softcap, out_dtype
-    g: torch.Tensor = cross_entropy_backward_op(logits, target, logsumexp, weight, *settings)
-    return g
+    return cross_entropy_backward_op(logits, target, logsumexp, weight, *settings)

@@ -50,7 +50,7 @@ def _check(args: Any) -> None:
         raise ValueError(f"{op}: margin must be an int between -64 and 64, got {margin!r}")
     if not scales:
         return
-    first, device = amax_histories[0], scales[0].device
+    first = amax_histories[0]
     if first.dim() != 1 or first.shape[0] < 1:
         raise ValueError(
             f"{op}: amax_histories[0] must be [L] with L of 1 or more, got {tuple(first.shape)}"
@@ -58,9 +58,8 @@ def _check(args: Any) -> None:
     for name, tensors in lists.items():
         shape, meaning = (first.shape, "[L]") if name == "amax_histories" else ((), "[]")
         for i, t in enumerate(tensors):
-            checks.has_dtype(op, f"{name}[{i}]", t, (torch.float32,))
-            checks.has_shape(op, f"{name}[{i}]", t, shape, meaning)
-            checks.on_device(op, f"{name}[{i}]", t, device, "scales[0]")
+            label, owner = f"{name}[{i}]", "scales[0]"
+            checks.matches(op, label, t, (torch.float32,), scales[0], shape, meaning, owner)
             checks.is_writable(op, f"{name}[{i}]", t)
     checks.check_disjoint(op, "amax_histories", amax_histories)
 

@@ -1,6 +1,9 @@
-"""dequantize: from a low-precision tensor and its scale back to fp32, bf16 or fp16."""
+"""dequantize: from a low-precision tensor and its scales back to fp32, bf16 or fp16; dequantize_mx:
+from the codes of a block format."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -8,7 +11,6 @@ from ..quantized import Quantized
 from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_formats, scale_layout
-from .dequantize_mx import dequantize_mx_op
 
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
@@ -22,14 +24,10 @@ def dequantize_reference(
     return wide.to(dtype).reshape(data.shape).contiguous()
 
 
-def _fake(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
-
-
 def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
     op = "dequantize"
     checks.has_dtype(op, "data", data, LOW)
-    checks.has_dtype(op, "scale_inv", scale_inv, (torch.float32,))
+    checks.matches(op, "scale_inv", scale_inv, (torch.float32,), data, owner="data")
     m, k = scale_layout.as_matrix(data.shape)
     if not scale_layout.fits(scale_inv, m, k):
         shapes = [scale_layout.scale_shape(name, m, k) for name in scale_layout.GRANULARITIES]
@@ -37,18 +35,79 @@ def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> N
             f"{op}: scale_inv must have one of the shapes {shapes} for data {tuple(data.shape)}, "
             f"got {tuple(scale_inv.shape)}"
         )
-    checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
-    if dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    checks.is_float(op, "dtype", dtype)
 
 
 dequantize_op = Op(
     "dequantize",
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
     reference=dequantize_reference,
-    fake=_fake,
+    fake=lambda data, dtype: data.new_empty(data.shape, dtype=dtype),
     check=_check,
     triton="dequantize",
+)
+
+
+def dequantize_mx_reference(args: Any) -> torch.Tensor:
+    """Return element * scale of the codes of `quantize_mx` as `dtype` (fp32, bf16 or fp16).
+
+    data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
+    scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32, one element, "nvfp4"
+    only: scales are first multiplied with it, in FP32; None for values without it. Returns data's
+    shape with `columns` as the last dimension, contiguous.
+
+    The product is exact, but for the rounding to FP32 of subnormal and too large numbers, followed
+    by one rounding to dtype; with tensor_scale_inv both products are rounded to FP32. A block whose
+    scale is NaN is NaN. ValueError or TypeError names an invalid argument.
+    """
+    data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
+    block = block_formats.parse("dequantize_mx", fmt)
+    m, size = scale_layout.as_matrix(data.shape)
+    codes = data.reshape(m, size)
+    if block.element.bits == 4:
+        codes = block_formats.split(codes, columns)
+    wide = codes.float() if block.element.bits == 8 else block_formats.decode(codes, block.element)
+    scale = scale_inv.float() if block.nvfp4 else block_formats.e8m0_value(scale_inv)
+    if tensor_scale_inv is not None:
+        scale = scale * tensor_scale_inv.reshape(())
+    scale = scale.repeat_interleave(block.block, 1)[:, :columns]
+    return (wide * scale).to(dtype).reshape(_shape(data, columns)).contiguous()
+
+
+def _shape(data: torch.Tensor, columns: int) -> tuple[int, ...]:
+    return (*data.shape[:-1], columns) if data.dim() else ()
+
+
+def _check_mx(args: Any) -> None:
+    op = "dequantize_mx"
+    data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
+    block = block_formats.parse(op, fmt)
+    checks.has_dtype(op, "data", data, (block.element.dtype,))
+    scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
+    checks.matches(op, "scale_inv", scale_inv, (scales,), data, owner="data")
+    m, size = scale_layout.as_matrix(data.shape)
+    wanted, across = block_formats.sizes(fmt, columns)
+    if columns < 0 or wanted != size:
+        raise ValueError(
+            f"{op}: columns must fit data {tuple(data.shape)} in {fmt}, whose last dimension is "
+            f"columns / {block_formats.per_byte(fmt)}, rounded up; got {columns}"
+        )
+    checks.has_shape(op, "scale_inv", scale_inv, (m, across), f"[M, K / {block.block}]")
+    if tensor_scale_inv is not None:
+        if not block.nvfp4:
+            raise ValueError(f"{op}: tensor_scale_inv must be None for {fmt}, got a tensor")
+        checks.is_scalar(op, "tensor_scale_inv", tensor_scale_inv, torch.float32, data, "data")
+    checks.is_float(op, "dtype", dtype)
+
+
+dequantize_mx_op = Op(
+    "dequantize_mx",
+    "(Tensor data, Tensor scale_inv, Tensor? tensor_scale_inv, str fmt, int columns, "
+    "ScalarType dtype) -> Tensor",
+    reference=dequantize_mx_reference,
+    fake=lambda args: args.data.new_empty(_shape(args.data, args.columns), dtype=args.dtype),
+    check=_check_mx,
+    triton="dequantize_mx",
 )
 
 

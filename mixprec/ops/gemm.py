@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, block_products, checks, gemm_table, gemm_vendor, simulation
-from ._dispatch.op import Choice, Op
+from ._dispatch import autocast, checks, gemm_table, gemm_vendor, scaled_mm, simulation
+from ._dispatch.op import Op
 from ._dispatch.scaled_mm import Blocks
-from ._reference import gemm_scales, tensor_core
+from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands
-from .block_operands import blocks_of, check_not_simulated, decode, decode_quantized, is_block
+from .block_operands import blocks_of, check_not_simulated, decode, is_block
 
 Operand = torch.Tensor | Quantized
-
-
-def gemm_reference(
-    operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    return _finish(gemm_scales.product(operands), bias, out_dtype)
 
 
 def _finish(acc: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -27,24 +23,25 @@ def _finish(acc: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
     return acc.to(out_dtype)
 
 
-def gemm_simulated_reference(
-    operands: Operands,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    arch: str,
+def gemm_reference(
+    operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    return _finish(tensor_core.product(operands, fast_accum, arch), bias, out_dtype)
+    return _finish(gemm_scales.product(operands), bias, out_dtype)
+
+
+def gemm_simulated_reference(args: Any) -> torch.Tensor:
+    acc = simulation.product(Operands(*args[:4]), args.fast_accum, args.arch)
+    return _finish(acc, args.bias, args.out_dtype)
 
 
 def gemm_accumulate_reference_(acc: torch.Tensor, operands: Operands) -> None:
     acc.add_(gemm_scales.product(operands))
 
 
-def _check_operands(op: str, operands: Operands) -> None:
+def _check_operands(op: str, operands: Operands) -> tuple[int, int]:
+    """The shape of the product."""
     a, b, a_scale_inv, b_scale_inv = operands
-    checks.is_tensor(op, "a", a)
-    checks.is_tensor(op, "b", b)
+    gemm_scales.check_operands(op, a, b)
     if a.dim() != 2:
         raise ValueError(f"{op}: a must be [M, K], got shape {tuple(a.shape)}")
     if b.dim() != 2:
@@ -54,30 +51,22 @@ def _check_operands(op: str, operands: Operands) -> None:
             f"{op}: a [M, K] and b [K, N] must agree in K, "
             f"got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
-    gemm_scales.check_dtypes(op, a, b)
-    checks.on_device(op, "b", b, a.device, "a")
     m, k, n = *a.shape, b.shape[1]
-    if a_scale_inv is not None:
-        gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, is_b=False)
-    if b_scale_inv is not None:
-        gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, is_b=True)
+    gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, is_b=False)
+    gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, is_b=True)
+    return m, n
 
 
 def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-    _check_operands("gemm", operands)
-    _check_result(bias, out_dtype, operands.b.shape[1], operands.a.device)
+    _, n = _check_operands("gemm", operands)
+    _check_result(bias, out_dtype, n, operands.a)
 
 
 def _check_result(
-    bias: torch.Tensor | None, out_dtype: torch.dtype, n: int, device: torch.device
+    bias: torch.Tensor | None, out_dtype: torch.dtype, n: int, a: torch.Tensor
 ) -> None:
-    op = "gemm"
-    if out_dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
-    if bias is not None:
-        checks.has_dtype(op, "bias", bias, checks.FLOATS)
-        checks.has_shape(op, "bias", bias, (n,), "[N]")
-        checks.on_device(op, "bias", bias, device, "a")
+    checks.is_float("gemm", "out_dtype", out_dtype)
+    checks.matches("gemm", "bias", bias, checks.FLOATS, a, (n,), "[N]", "a")
 
 
 def _check_simulated(
@@ -88,46 +77,35 @@ def _check_simulated(
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
-    op, (a, b, *_) = "gemm_accumulate_", operands
-    _check_operands(op, operands)
-    _check_acc(acc, a.shape[0], b.shape[1], a.device)
-    for name, t in operands._asdict().items():
-        if t is not None and checks.ranges_overlap(acc, t):
-            raise ValueError(
-                f"{op}: acc is written while {name} is read, so they must not overlap in memory"
-            )
-
-
-def _check_acc(acc: torch.Tensor, m: int, n: int, device: torch.device) -> None:
     op = "gemm_accumulate_"
-    checks.has_dtype(op, "acc", acc, (torch.float32,))
-    checks.has_shape(op, "acc", acc, (m, n), "[M, N]")
-    checks.on_device(op, "acc", acc, device, "a")
-    checks.is_writable(op, "acc", acc)
+    shape = _check_operands(op, operands)
+    gemm_scales.check_acc(op, acc, shape, "[M, N]", operands.a, **operands._asdict())
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_REFUSALS = {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not}
-_CHOICE = Choice(gemm_table.order, _REFUSALS)
+_OPERANDS = "Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv"
+_RESULT = "Tensor? bias, ScalarType out_dtype, bool fast_accum"
+_ON_GPU: dict[str, Any] = {
+    "triton": "gemm",
+    "prefers": gemm_table.order,
+    "refuses": {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not},
+}
 gemm_op = Op(
     "gemm",
-    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accum) -> Tensor",
+    f"({_OPERANDS}, {_RESULT}) -> Tensor",
     reference=gemm_reference,
     fake=_fake,
     check=_check_gemm,
-    triton="gemm",
     vendor=gemm_vendor.gemm_vendor,
-    choice=_CHOICE,
     operands=("a", "b"),
+    **_ON_GPU,
 )
 gemm_simulated_op = Op(
     "gemm_simulated",
-    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accum, str arch) -> Tensor",
+    f"({_OPERANDS}, {_RESULT}, str arch) -> Tensor",
     reference=gemm_simulated_reference,
     fake=_fake,
     check=_check_simulated,
@@ -135,13 +113,12 @@ gemm_simulated_op = Op(
 )
 gemm_accumulate_op = Op(
     "gemm_accumulate_",
-    "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
+    f"(Tensor(a!) acc, {_OPERANDS}) -> ()",
     reference=gemm_accumulate_reference_,
     check=_check_accumulate,
-    triton="gemm",
     vendor=gemm_vendor.gemm_accumulate_vendor_,
-    choice=_CHOICE,
     operands=("a", "b"),
+    **_ON_GPU,
 )
 
 
@@ -173,7 +150,7 @@ def product_of_blocks(
     a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
     """a @ b^T + bias by a GPU that multiplies these block formats itself; else None."""
-    return block_products.product(a, b, bias, out_dtype) if a.data.is_cuda else None
+    return scaled_mm.product(a, b, bias, out_dtype) if a.data.is_cuda else None
 
 
 def run_blocks(
@@ -196,7 +173,7 @@ def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | 
     y = product_of_blocks(a, b, None, torch.float32)
     if y is None:
         return accumulate(acc, _decoded(a, b), simulated)
-    _check_acc(acc, y.shape[0], y.shape[1], y.device)
+    gemm_scales.check_acc("gemm_accumulate_", acc, y.shape, "[M, N]", y)
     acc.add_(y)
     return None
 
@@ -217,24 +194,32 @@ def _along_k(
     return blocks_of(a), blocks_of(b)
 
 
-def _unpack(
-    op: str, name: str, x: Operand, scale_inv: float | torch.Tensor | None
+def plain_operand(
+    op: str, name: str, x: torch.Tensor, scale_inv: float | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The data of an operand, block formats as bf16, and the fp32 tensor that undoes its scale."""
-    if isinstance(x, Quantized):
-        if scale_inv is not None:
-            raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
-        if is_block(x):
-            check_not_simulated(simulation.current())
-            return decode_quantized(x)
-        data = x.data
-        inv: torch.Tensor | None = x.scale_inv
-    else:
-        checks.is_tensor(op, name, x)
-        data = x
+    """An operand, cast by torch.autocast where that is on, and the fp32 tensor that undoes its
+    scale."""
+    checks.is_tensor(op, name, x)
+    inv = None
+    if scale_inv is not None:
         inv = gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
-    device = data.device.type
-    return (autocast.cast_operand(data, device) if autocast.is_on(device) else data), inv
+    device = x.device.type
+    return (autocast.cast_operand(x, device) if autocast.is_on(device) else x), inv
+
+
+def _unpack(
+    op: str, name: str, x: Quantized, scale_inv: float | torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`plain_operand` of a Quantized, block formats as bf16."""
+    if scale_inv is not None:
+        raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
+    if not is_block(x):
+        device = x.data.device.type
+        cast = autocast.is_on(device)
+        return (autocast.cast_operand(x.data, device) if cast else x.data), x.scale_inv
+    check_not_simulated(simulation.current())
+    data, tensor_scale_inv = decode(blocks_of(x))
+    return data.t() if x.is_t else data, tensor_scale_inv
 
 
 def _unpack_both(
@@ -244,8 +229,10 @@ def _unpack_both(
     a_scale_inv: float | torch.Tensor | None,
     b_scale_inv: float | torch.Tensor | None,
 ) -> Operands:
-    a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
-    b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
+    unpack_a: Any = _unpack if isinstance(a, Quantized) else plain_operand
+    unpack_b: Any = _unpack if isinstance(b, Quantized) else plain_operand
+    a_data, a_inv = unpack_a(op, "a", a, a_scale_inv)
+    b_data, b_inv = unpack_b(op, "b", b, b_scale_inv)
     if is_block(a) != is_block(b):
         name, dtype = ("b", b_data.dtype) if is_block(a) else ("a", a_data.dtype)
         if dtype != torch.bfloat16:
@@ -293,7 +280,7 @@ def gemm(
     if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
         checks.needs_no_grad("gemm", "use mixprec.functional.linear", bias)
         out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        _check_result(bias, out_dtype, b.shape[1], a.device)
+        _check_result(bias, out_dtype, b.shape[1], both[0].data)
         return run_blocks(*both, bias, out_dtype, fast_accum, simulation.current())
     operands = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
     hint, dtype = "use mixprec.functional.matmul or linear", operands.a.dtype

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import autocast, checks, gemm_vendor
-from ._dispatch.op import Choice, Op
+from ._dispatch import checks, gemm_vendor
+from ._dispatch.op import Op
 from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands, by_rows, groups
+from .gemm import plain_operand
 
 
 def gemm_grouped_reference(
@@ -28,9 +29,8 @@ def gemm_grouped_accumulate_reference_(
 
 def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
     a, b, *_ = operands
-    checks.is_tensor(op, "a", a)
-    checks.is_tensor(op, "b", b)
-    checks.has_dtype(op, "offs", offs, (torch.int32,))
+    gemm_scales.check_operands(op, a, b)
+    checks.matches(op, "offs", offs, (torch.int32,), a, owner="a")
     if a.dim() != 2:
         raise ValueError(f"{op}: a must be [S, K] or [M, S], got shape {tuple(a.shape)}")
     if b.dim() not in (2, 3):
@@ -41,9 +41,6 @@ def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
         raise ValueError(
             f"{op}: a and b must agree in {letter}, got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
-    gemm_scales.check_dtypes(op, a, b)
-    for name, t in (("b", b), ("offs", offs)):
-        checks.on_device(op, name, t, a.device, "a")
     if offs.dim() != 1 or (grouped_rows and offs.shape[0] != b.shape[0]):
         e = f"E = {b.shape[0]} as in b [E, K, N]" if grouped_rows else "one end of each group"
         raise ValueError(f"{op}: offs must be [E], {e}, got shape {tuple(offs.shape)}")
@@ -54,8 +51,7 @@ def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
 def _check_grouped(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> None:
     op = "gemm_grouped"
     _check_operands(op, operands, offs)
-    if out_dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    checks.is_float(op, "out_dtype", out_dtype)
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands, offs: torch.Tensor) -> None:
@@ -63,15 +59,8 @@ def _check_accumulate(acc: torch.Tensor, operands: Operands, offs: torch.Tensor)
     _check_operands(op, operands, offs)
     if by_rows(operands):
         raise ValueError(f"{op}: b must be [S, N], got shape {tuple(b.shape)}")
-    checks.has_dtype(op, "acc", acc, (torch.float32,))
-    checks.has_shape(op, "acc", acc, (offs.shape[0], a.shape[0], b.shape[1]), "[E, M, N]")
-    checks.on_device(op, "acc", acc, a.device, "a")
-    checks.is_writable(op, "acc", acc)
-    for name, t in (*operands._asdict().items(), ("offs", offs)):
-        if t is not None and checks.ranges_overlap(acc, t):
-            raise ValueError(
-                f"{op}: acc is written while {name} is read, so they must not overlap in memory"
-            )
+    shape = offs.shape[0], a.shape[0], b.shape[1]
+    gemm_scales.check_acc(op, acc, shape, "[E, M, N]", a, **operands._asdict(), offs=offs)
 
 
 def _empty(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +78,8 @@ gemm_grouped_op = Op(
     check=_check_grouped,
     triton="gemm_grouped",
     vendor=gemm_vendor.gemm_grouped_vendor,
-    choice=Choice(gemm_vendor.grouped_order, {"vendor": gemm_vendor.grouped_why_not}),
+    prefers=lambda args, capability: ("vendor", "triton", "reference"),  # nothing is measured
+    refuses={"vendor": gemm_vendor.grouped_why_not},
     operands=("a", "b"),
 )
 gemm_grouped_accumulate_op = Op(
@@ -101,24 +91,6 @@ gemm_grouped_accumulate_op = Op(
     triton="gemm_grouped",
     operands=("a", "b"),
 )
-
-
-def _arguments(
-    op: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: float | torch.Tensor | None,
-    b_scale_inv: float | torch.Tensor | None,
-) -> Operands:
-    """Those of a public function: scales as tensors, operands cast by torch.autocast."""
-    for name, x in (("a", a), ("b", b)):
-        checks.is_tensor(op, name, x)
-    a_inv = gemm_scales.positive(op, "a_scale_inv", a_scale_inv, a.device)
-    b_inv = gemm_scales.positive(op, "b_scale_inv", b_scale_inv, a.device)
-    device = a.device.type
-    if autocast.is_on(device):
-        a, b = (autocast.cast_operand(x, device) for x in (a, b))
-    return Operands(a, b, a_inv, b_inv)
 
 
 def gemm_grouped(
@@ -157,14 +129,13 @@ def gemm_grouped(
     change along S a group that begins elsewhere has values that are not defined.
     """
     op = "gemm_grouped"
-    operands = _arguments(op, a, b, a_scale_inv, b_scale_inv)
+    a, a_inv = plain_operand(op, "a", a, a_scale_inv)
+    b, b_inv = plain_operand(op, "b", b, b_scale_inv)
     hint = "use mixprec.functional.grouped_linear"
-    checks.needs_no_grad(op, hint, operands.a, operands.b)
+    checks.needs_no_grad(op, hint, a, b)
     if out_dtype is None:
-        dtype = operands.a.dtype
-        out_dtype = torch.bfloat16 if dtype in checks.FP8 else dtype
-    result: torch.Tensor = gemm_grouped_op(*operands, offs, out_dtype, fast_accum)
-    return result
+        out_dtype = torch.bfloat16 if a.dtype in checks.FP8 else a.dtype
+    return gemm_grouped_op(a, b, a_inv, b_inv, offs, out_dtype, fast_accum)
 
 
 def gemm_grouped_accumulate_(
@@ -183,7 +154,8 @@ def gemm_grouped_accumulate_(
     group leaves acc[e] unchanged. ValueError also if acc overlaps in memory with another argument.
     """
     op = "gemm_grouped_accumulate_"
-    operands = _arguments(op, a, b, a_scale_inv, b_scale_inv)
+    a, a_inv = plain_operand(op, "a", a, a_scale_inv)
+    b, b_inv = plain_operand(op, "b", b, b_scale_inv)
     hint = "use mixprec.functional.grouped_linear"
-    checks.needs_no_grad(op, hint, acc, operands.a, operands.b)
-    gemm_grouped_accumulate_op(acc, *operands, offs)
+    checks.needs_no_grad(op, hint, acc, a, b)
+    gemm_grouped_accumulate_op(acc, a, b, a_inv, b_inv, offs)

@@ -9,7 +9,7 @@ import torch
 
 from ._dispatch import checks
 from ._dispatch.op import Op
-from .unscale import COUNTS, count_reference
+from .unscale import check_grads, count_reference
 
 
 def grad_stats_reference_(args: Any) -> None:
@@ -27,21 +27,12 @@ def grad_stats_reference_(args: Any) -> None:
 
 def _check(args: Any) -> None:
     op = "grad_stats_"
-    grads, inv_scale, found_inf, sum_sq, counts = args
-    checks.is_scalar(op, "found_inf", found_inf, torch.float32)
+    grads, inv_scale, found_inf, sum_sq, _ = args
+    check_grads(op, args)
     if inv_scale is not None:
-        checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
-        checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
-    for i, grad in enumerate(checks.is_list(op, "grads", grads)):
-        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
-        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
-    for name, t, dtype, columns in (
-        ("sum_sq", sum_sq, torch.float64, ()),
-        ("counts", counts, torch.int64, (COUNTS,)),
-    ):
-        if t is not None:
-            shape = (len(grads), *columns)
-            checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
+        checks.is_scalar(op, "inv_scale", inv_scale, torch.float32, found_inf, "found_inf")
+    shape = (len(grads),)
+    checks.is_table(op, "sum_sq", sum_sq, torch.float64, shape, found_inf, "found_inf")
 
 
 grad_stats_op = Op(

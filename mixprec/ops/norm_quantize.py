@@ -51,17 +51,10 @@ def _divided(sums: torch.Tensor, k: int) -> torch.Tensor:
     return sums / torch.full_like(sums, k)  # a number would be a multiplication on a GPU
 
 
-def norm_quantize_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    subtract_mean: bool,
-    cast: Cast,
-) -> Result:
+def norm_quantize_reference(args: Any) -> Result:
     """The results of the cast, then total (empty without residual), mean [M] (empty without
     subtract_mean) and rstd [M]. Results not requested are empty."""
+    x, residual, weight, bias, eps, subtract_mean, *cast = args
     m, k = scale_layout.as_matrix(x.shape)
     if residual is None:
         total, rows = x.new_empty((0,)), x.reshape(m, k).float()
@@ -80,7 +73,7 @@ def norm_quantize_reference(
         y = y * weight.float()
     if bias is not None:
         y = y + bias.float()
-    return *quantize_reference(y.view(x.shape), cast), total, mean.view(-1), rstd.view(-1)
+    return *quantize_reference(y.view(x.shape), Cast(*cast)), total, mean.view(-1), rstd.view(-1)
 
 
 def norm_backward_reference(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,48 +111,31 @@ def norm_backward_reference(args: Any) -> tuple[torch.Tensor, torch.Tensor, torc
     )
 
 
-def _check_x(op: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
+def _check_x(op: str, x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
     checks.has_dtype(op, "x", x, checks.FLOATS)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have 1 or more dimensions, got shape ()")
-    if weight is not None:
-        _check_vector(op, "weight", weight, x)
+    for name, t in vectors.items():
+        checks.matches(op, name, t, checks.FLOATS, x, x.shape[-1:], "[K], x's last dimension,")
 
 
-def _check_vector(op: str, name: str, t: torch.Tensor, x: torch.Tensor) -> None:
-    checks.has_dtype(op, name, t, checks.FLOATS)
-    checks.has_shape(op, name, t, x.shape[-1:], "[K], x's last dimension,")
-    checks.on_device(op, name, t, x.device, "x")
-
-
-def _check(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    cast: Cast,
-) -> None:
-    op = "norm_quantize"
-    _check_x(op, x, weight)
-    if residual is not None:
-        checks.is_like(op, "residual", residual, x, (x.dtype,))
-    if bias is not None:
-        _check_vector(op, "bias", bias, x)
-    casts.check_fused(op, x, cast)
+def _check(args: Any) -> None:
+    op, (x, residual, weight, bias, _, _, *cast) = "norm_quantize", args
+    _check_x(op, x, weight=weight, bias=bias)
+    checks.is_like(op, "residual", residual, x, (x.dtype,))
+    casts.check_fused(op, x, Cast(*cast))
 
 
 def _check_backward(args: Any) -> None:
     op, x = "norm_backward", args.x
-    _check_x(op, x, args.weight)
+    _check_x(op, x, weight=args.weight)
     checks.is_like(op, "g", args.g, x, checks.FLOATS)
-    rows, _ = scale_layout.as_matrix(x.shape)
-    for name in ("mean", "rstd"):
-        checks.has_dtype(op, name, t := getattr(args, name), (torch.float32,))
-        if name == "rstd" or tuple(t.shape) != (0,):  # no mean: RMSNorm
-            checks.has_shape(op, name, t, (rows,), "[M], x's rows,")
-        checks.on_device(op, name, t, x.device, "x")
-    if args.g_total is not None:
-        checks.is_like(op, "g_total", args.g_total, x, checks.FLOATS)
+    checks.is_like(op, "g_total", args.g_total, x, checks.FLOATS)
+    m, fp32 = scale_layout.as_matrix(x.shape)[:1], (torch.float32,)
+    checks.matches(op, "rstd", args.rstd, fp32, x, m, "[M], x's rows,")
+    checks.matches(op, "mean", args.mean, fp32, x)
+    if tuple(args.mean.shape) != (0,):  # no mean: RMSNorm
+        checks.has_shape(op, "mean", args.mean, m, "[M], x's rows,")
 
 
 def _fake(
@@ -236,12 +212,9 @@ def norm_quantize(
     Sources: LayerNorm (Ba et al., 2016); RMSNorm (Zhang, Sennrich, 2019).
     """
     op = "norm_quantize"
-    parsed = casts.parse_fused(op, fmt, granularity, power_of_two_scale)
-    checks.is_tensor(op, "x", x)
+    parsed, cast = casts.fused(op, x, fmt, scale, transpose, granularity, power_of_two_scale)
     tensors = (x, residual, weight, bias)
     checks.needs_no_grad(op, "detach its inputs, or call it under torch.no_grad()", *tensors)
-    given = casts.given_scale(op, scale, x)
-    cast = Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
     results = norm_quantize_op(*tensors, float(eps), subtract_mean, *cast)
     total = x if residual is None else results[5]
     return casts.quantized(results, parsed, cast), total

@@ -24,15 +24,6 @@ def packed_sizes(numel: int, bits: int) -> tuple[int, int]:
     return (numel * bits + 7) // 8, (numel + GROUP - 1) // GROUP
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of an FP32 tensor as int64, from 0 on."""
-    return x.view(torch.int32).long() & 0xFFFFFFFF
-
-
-def _bf16(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
 def _up(magnitude: torch.Tensor) -> torch.Tensor:
     """The bits of the BF16 number next to FP32 bits, away from 0."""
     return (magnitude + 0xFFFF) >> 16
@@ -47,13 +38,13 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     least = torch.full_like(low, _MIN_NORMAL)
     low = torch.where(low.abs() >= _MIN_NORMAL, low, torch.where(low < 0, -least, 0.0))
     high = torch.where(high.abs() >= _MIN_NORMAL, high, torch.where(high > 0, least, 0.0))
-    bits = _bits(low)
-    minimum = _bf16(torch.where(low < 0, _up(bits), bits >> 16))
+    bits = rounding.fp32_bits(low)
+    minimum = rounding.as_bf16(torch.where(low < 0, _up(bits), bits >> 16))
     low = minimum.float()
     # By a tensor: torch on a GPU multiplies by the reciprocal of a number, which is rounded.
-    code = _up(_bits((high - low) / torch.full_like(low, levels))).clamp(min=_MIN_STEP)
-    short = low + _bf16(code).float() * levels < high  # the division rounded down
-    step = _bf16(torch.where(high == low, 0, code + short))
+    code = _up(rounding.fp32_bits((high - low) / torch.full_like(low, levels))).clamp(min=_MIN_STEP)
+    short = low + rounding.as_bf16(code).float() * levels < high  # the division rounded down
+    step = rounding.as_bf16(torch.where(high == low, 0, code + short))
     span = step.float() * levels
     finite &= torch.isfinite(span) & torch.isfinite(low + span)
     return minimum.masked_fill(~finite, torch.nan), step.masked_fill(~finite, 0.0)
@@ -117,10 +108,7 @@ def _check_pack(x: torch.Tensor, bits: int, offset: torch.Tensor | None) -> None
     op = "pack"
     checks.has_dtype(op, "x", x, checks.FLOATS)
     _check_bits(op, bits)
-    if offset is not None:
-        checks.has_dtype(op, "offset", offset, (torch.int64,))
-        checks.has_shape(op, "offset", offset, (1,), "one number")
-        checks.on_device(op, "offset", offset, x.device, "x")
+    checks.matches(op, "offset", offset, (torch.int64,), x, (1,), "one number")
 
 
 def _fake_pack(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,8 +131,7 @@ def _check_unpack(
 ) -> None:
     op = "unpack"
     checks.has_dtype(op, "codes", codes, (torch.uint8,))
-    checks.has_dtype(op, "ranges", ranges, (torch.bfloat16,))
-    checks.on_device(op, "ranges", ranges, codes.device, "codes")
+    checks.matches(op, "ranges", ranges, (torch.bfloat16,), codes, owner="codes")
     _check_bits(op, bits)
     if any(size < 0 for size in shape):
         raise ValueError(f"{op}: shape must have no negative size, got {tuple(shape)}")
@@ -152,19 +139,14 @@ def _check_unpack(
     of = f"the packed form of shape {tuple(shape)} in {bits} bits"
     checks.has_shape(op, "codes", codes, (size,), of)
     checks.has_shape(op, "ranges", ranges, (groups, 2), of)
-    if dtype not in checks.FLOATS:
-        raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
-
-
-def _fake_unpack(codes: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return codes.new_empty(list(shape), dtype=dtype)
+    checks.is_float(op, "dtype", dtype)
 
 
 unpack_op = Op(
     "unpack",
     "(Tensor codes, Tensor ranges, int bits, int[] shape, ScalarType dtype) -> Tensor",
     reference=unpack_reference,
-    fake=_fake_unpack,
+    fake=lambda codes, shape, dtype: codes.new_empty(list(shape), dtype=dtype),
     check=_check_unpack,
     triton="pack",
 )
@@ -201,12 +183,10 @@ def pack(
     minimum + (2^bits - 1) * step overflows FP32, becomes NaN as a whole (minimum NaN, codes 0).
     TypeError or ValueError names an invalid argument. Source: ActNN (Chen et al., 2021).
     """
-    checks.is_tensor("pack", "x", x)
     checks.needs_no_grad("pack", "call it under torch.no_grad()", x)
     checks.is_int64("pack", "seed", seed)
     checks.is_int64("pack", "counter", counter)
-    codes, ranges = pack_op(x, bits, seed, counter, offset)
-    return codes, ranges
+    return pack_op(x, bits, seed, counter, offset)
 
 
 def unpack(
@@ -222,6 +202,4 @@ def unpack(
     product is exact, the sum is rounded to FP32, then once to dtype. TypeError or ValueError names
     an invalid argument, or codes and ranges that do not fit the shape.
     """
-    checks.is_tensor("unpack", "codes", codes)
-    y: torch.Tensor = unpack_op(codes, ranges, bits, list(shape), dtype)
-    return y
+    return unpack_op(codes, ranges, bits, list(shape), dtype)

@@ -13,9 +13,8 @@ from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from ._reference import block_formats, scale_layout
 from ._reference.scale_layout import contiguous_copy
-from .amax import amax_reference
 from .quantize_mx import quantize_mx_op, quantize_mx_reference
-from .scale import scale_from_amax
+from .scale import amax_reference, scale_from_amax
 
 _FP8_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
 _FP8_INF = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
@@ -54,16 +53,6 @@ def _scale(
     return torch.where(given == 0, current, torch.where(in_range, given, math.nan))
 
 
-def _by_blocks(
-    rows: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """data [M, K] and scale_inv of x [M, K], each block scaled by its own amax."""
-    amax = scale_layout.block_amax(rows, granularity)
-    scale = _scale(amax, None, dtype, power_of_two)
-    data = cast_reference(rows, scale_layout.expand(scale, *rows.shape), dtype)
-    return contiguous_copy(data), contiguous_copy(1.0 / scale)
-
-
 def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
     """Also with granularity "mx", for the fused ops."""
     dtype, scale, transpose, granularity, power_of_two_scale = cast
@@ -71,21 +60,25 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
         fmt = block_formats.name_of(formats.parse(dtype), "mx")
         assert fmt is not None, "FP8"
         mode = block_formats.DEFAULT_SCALE_MODE
-        results = quantize_mx_reference(x, fmt, mode, transpose, None, False, True)
+        results = quantize_mx_reference((x, fmt, mode, transpose, None, False, True))
         return *results[:4], results[5]
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
-    if granularity == "tensor":
-        used = _scale(amax, scale, dtype, power_of_two_scale).reshape(())
-        data, scale_inv = contiguous_copy(cast_reference(rows, used, dtype)), 1.0 / used
-    else:
-        data, scale_inv = _by_blocks(rows, dtype, granularity, power_of_two_scale)
-    if not transpose:
-        data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
-    elif granularity == "tensor":
-        data_t, scale_inv_t = contiguous_copy(data.t()), scale_inv.new_empty((0,))
-    else:
-        data_t, scale_inv_t = _by_blocks(rows.t(), dtype, granularity, power_of_two_scale)
+
+    def cast_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """data and scale_inv of rows [M, K], each block scaled by its own amax."""
+        by_block = granularity != "tensor"
+        block_amax = scale_layout.block_amax(rows, granularity) if by_block else amax
+        used = _scale(block_amax, scale, dtype, power_of_two_scale)
+        data = cast_reference(rows, scale_layout.expand(used, *rows.shape), dtype)
+        return contiguous_copy(data), contiguous_copy(1.0 / used)
+
+    data, scale_inv = cast_rows(rows)
+    data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
+    if transpose and granularity == "tensor":
+        data_t = contiguous_copy(data.t())
+    elif transpose:
+        data_t, scale_inv_t = cast_rows(rows.t())
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 
@@ -172,7 +165,24 @@ def quantize(
                 f"{op}: {name} must be left out with granularity {granularity!r}, whose scales "
                 f"come from x, got {got!r}"
             )
-        return _in_blocks(x, parsed, transpose, granularity, scale_mode, seed)
+        block = block_formats.name_of(parsed, granularity)
+        if block is None:
+            raise ValueError(
+                f"{op}: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "
+                f'"mx", and e2m1 with "nvfp4", got {parsed} with {granularity!r}'
+            )
+        if seed is not None and not isinstance(seed, torch.Tensor):
+            checks.is_int64(op, "seed, if no tensor,", seed)
+            seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
+        data, data_t, scale_inv, inv_t, tensor_inv, amax = quantize_mx_op(
+            x, block, scale_mode, transpose, seed, False, True
+        )
+        data_t, inv_t = (data_t, inv_t) if transpose else (None, None)
+        tensor_inv = tensor_inv if tensor_inv.dim() == 0 else None
+        columns = scale_layout.as_matrix(x.shape)[1]
+        return Quantized(
+            data, scale_inv, amax, data_t, inv_t, parsed, granularity, tensor_inv, columns
+        )
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
         raise ValueError(
@@ -181,39 +191,38 @@ def quantize(
         )
     if parsed not in formats.FORMATS:
         raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
-    scale = casts.given_scale(op, scale, x)
+    scale = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
     cast = Cast(parsed.dtype, scale, transpose, granularity, power_of_two_scale)
     return casts.quantized(quantize_op(x, *cast), parsed, cast)
 
 
-def _in_blocks(
-    x: torch.Tensor,
-    fmt: formats.Format,
-    transpose: bool,
-    granularity: str,
-    scale_mode: str,
-    seed: int | torch.Tensor | None,
-) -> Quantized:
-    name = block_formats.name_of(fmt, granularity)
-    if name is None:
-        raise ValueError(
-            f'quantize: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "mx", '
-            f'and e2m1 with "nvfp4", got {fmt} with {granularity!r}'
-        )
-    if seed is not None and not isinstance(seed, torch.Tensor):
-        checks.is_int64("quantize", "seed, if no tensor,", seed)
-        seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-    data, data_t, scale_inv, scale_inv_t, tensor_scale, amax = quantize_mx_op(
-        x, name, scale_mode, transpose, seed, False, True
-    )
-    return Quantized(
-        data,
-        scale_inv,
-        amax,
-        data_t if transpose else None,
-        scale_inv_t if transpose else None,
-        fmt,
-        granularity,
-        tensor_scale if tensor_scale.dim() == 0 else None,
-        scale_layout.as_matrix(x.shape)[1],
-    )
+_INT8_MAX = 127.0  # -128 is not used: the codes are symmetric
+
+
+def quantize_int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (data int8 [N, K], scale_inv fp32 [N, 1]) with w ~ data * scale_inv: for inference.
+
+    w: [N, K], fp32, bf16 or fp16. scale = 127 / amax of a row (1 where the row is zero), one FP32
+    division; data = w * scale rounded to nearest, ties to even; scale_inv = 1 / scale. Plain torch:
+    it runs once per exported weight. ValueError where w is not 2-D or not finite: INT8 has no code
+    for Inf or NaN.
+    """
+    op = "quantize_int8"
+    checks.has_dtype(op, "w", w, checks.FLOATS)
+    if w.dim() != 2:
+        raise ValueError(f"{op}: w must be [N, K], got shape {tuple(w.shape)}")
+    wide = w.detach().float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ValueError(f"{op}: w must be finite, got Inf or NaN")
+    amax = wide.abs().amax(dim=1, keepdim=True) if w.shape[1] else wide.new_zeros(len(w), 1)
+    # 127 / amax is Inf for a very small amax: the scale is clamped so that its inverse is normal.
+    scale = torch.where(amax == 0, 1.0, _INT8_MAX / amax).clamp(max=2.0**126)
+    data = (wide * scale).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8)
+    return data, 1.0 / scale
+
+
+def dequantize_int8(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """data int8 [N, K] * scale_inv [N, 1], multiplied in FP32 and rounded once to `dtype`."""
+    return (data.float() * scale_inv).to(dtype)

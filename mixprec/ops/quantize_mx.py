@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..formats import E4M3
@@ -9,28 +11,24 @@ from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_formats, rounding, scale_layout
 from ._reference.scale_layout import contiguous_copy
-from .amax import amax_reference
-from .scale import scale_from_amax
+from .scale import amax_reference, scale_from_amax
 
 # data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 BlockCast = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
+Pair = tuple[torch.Tensor, torch.Tensor]
 _LARGEST = torch.finfo(torch.float32).max
 _NVFP4_MAX = 2688.0  # 6 * 448, the largest element times the largest scale
 
 
-def _mx_scale(
-    amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mx_scale(amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str) -> Pair:
     """The codes of the scales, and what elements are multiplied with: 2^-X, always normal."""
     code = block_formats.e8m0(amax, block.element, scale_mode)
     return code.to(torch.uint8), (254 - code << 23).view(torch.float32)
 
 
-def _nvfp4_scale(
-    amax: torch.Tensor, scale: torch.Tensor, up: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_scale(amax: torch.Tensor, scale: torch.Tensor, up: bool) -> Pair:
     """The same for E4M3 scales beside that of the tensor; up: none is rounded down."""
     exact = amax * (scale / 6.0)
     code = block_formats.encode(exact, E4M3, None)
@@ -48,7 +46,7 @@ def _by_blocks(
     scale_mode: str,
     scale: torch.Tensor,
     random: tuple[torch.Tensor, int] | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Pair:
     """data and scale_inv of rows [M, K] in FP32. random: the seed and the stream."""
     m, k = rows.shape
     across = -(-k // block.block)
@@ -75,15 +73,7 @@ def _by_blocks(
     return contiguous_copy(data).view(block.element.dtype), contiguous_copy(codes)
 
 
-def quantize_mx_reference(
-    x: torch.Tensor,
-    fmt: str,
-    scale_mode: str,
-    transpose: bool,
-    seed: torch.Tensor | None,
-    swizzled: bool,
-    with_amax: bool,
-) -> BlockCast:
+def quantize_mx_reference(args: Any) -> BlockCast:
     """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
 
     x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
@@ -109,6 +99,7 @@ def quantize_mx_reference(
 
     ValueError or TypeError names an invalid argument.
     """
+    x, fmt, scale_mode, transpose, seed, swizzled, with_amax = args
     block = block_formats.parse("quantize_mx", fmt)
     amax = amax_reference(x)
     m, k = scale_layout.as_matrix(x.shape)
@@ -154,10 +145,7 @@ def _check(
         )
     if transpose and x.dim() < 2:
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
-    if seed is not None:
-        checks.has_dtype(op, "seed", seed, (torch.int64,))
-        checks.has_shape(op, "seed", seed, (1,), "one number")
-        checks.on_device(op, "seed", seed, x.device, "x")
+    checks.matches(op, "seed", seed, (torch.int64,), x, (1,), "one number")
 
 
 def _fake(x: torch.Tensor, fmt: str, transpose: bool, swizzled: bool, with_amax: bool) -> BlockCast:

@@ -1,4 +1,4 @@
-"""Scalar arithmetic: the scale from amax, the update of the loss scale, the clip factor."""
+"""amax, and scalar arithmetic: the scale from amax, the update of the loss scale, clipping."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ from ._dispatch import checks
 from ._dispatch.op import Op
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
+
+
+def amax_reference(x: torch.Tensor) -> torch.Tensor:
+    """max |x| in FP32; NaN if any element is NaN, else Inf if any is; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.float().abs().amax()
+
+
+amax_op = Op(
+    "amax",
+    "(Tensor x) -> Tensor",
+    reference=amax_reference,
+    fake=lambda x: x.new_empty((), dtype=torch.float32),
+    check=lambda x: checks.has_dtype("amax", "x", x, checks.FLOATS),
+    triton="amax",
+)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| as an fp32 scalar tensor [] on x's device, without a host sync.
+
+    x: any shape and strides, fp32, bf16 or fp16. NaN if any element is NaN, else Inf if any is
+    infinite; 0 for an empty tensor. Raises TypeError or ValueError for other inputs.
+    """
+    checks.needs_no_grad("amax", "call it on x.detach()", x)
+    return amax_op(x)
 
 
 def scale_from_amax(
@@ -56,6 +83,7 @@ def scale_from_amax_reference_(args: Any) -> None:
 def _check_scale_from_amax(args: Any) -> None:
     op, scale = "scale_from_amax_", args.scale
     formats.parse(args.dtype, who=op)
+    checks.is_tensor(op, "scale", scale)
     for name in ("scale", "scale_inv", "amax"):
         checks.is_like(op, name, t := getattr(args, name), scale, (torch.float32,), "scale")
         if t is not args.amax:
@@ -99,16 +127,12 @@ def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def _check_inv_scale(scale: torch.Tensor) -> None:
-    checks.is_scalar("inv_scale", "scale", scale, torch.float32)
-
-
 inv_scale_op = Op(
     "inv_scale",
     "(Tensor scale) -> Tensor",
     reference=inv_scale_reference,
     fake=lambda scale: torch.empty_like(scale),
-    check=_check_inv_scale,
+    check=lambda scale: checks.is_scalar("inv_scale", "scale", scale, torch.float32),
     triton="scale",
 )
 
@@ -125,10 +149,6 @@ def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (limit / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
-def _fake_clip_coef(sum_sq: torch.Tensor) -> torch.Tensor:
-    return sum_sq.new_empty((), dtype=torch.float32)
-
-
 def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
     checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
     if not sum_sq.is_contiguous():
@@ -141,7 +161,7 @@ clip_coef_op = Op(
     "clip_coef",
     "(Tensor sum_sq, float max_norm) -> Tensor",
     reference=clip_coef_reference,
-    fake=_fake_clip_coef,
+    fake=lambda sum_sq: sum_sq.new_empty((), dtype=torch.float32),
     check=_check_clip_coef,
     triton="scale",
 )
@@ -205,13 +225,12 @@ def update_scale_reference_(args: Any) -> None:
 def _check_update_scale(args: Any) -> None:
     op = "update_scale_"
     checks.is_tensor(op, "scale", args.scale)
-    device = args.scale.device
     fp32 = ("scale", "found_inf", "underflow")
     for name in (*fp32, "growth_tracker", "hysteresis_tracker"):
         if (t := getattr(args, name)) is not None:
-            checks.is_scalar(op, name, t, torch.float32 if name in fp32 else torch.int32)
-            checks.on_device(op, name, t, device, "scale")
-    checks.is_table(op, "counters", args.counters, torch.int64, (COUNTERS,), device, "scale")
+            dtype = torch.float32 if name in fp32 else torch.int32
+            checks.is_scalar(op, name, t, dtype, args.scale, "scale")
+    checks.is_table(op, "counters", args.counters, torch.int64, (COUNTERS,), args.scale, "scale")
     for name, is_valid, meaning in (
         ("growth_factor", lambda x: 1 <= x < math.inf, "finite, 1 or more"),
         ("backoff_factor", lambda x: 0 < x <= 1, "in (0, 1]"),

@@ -6,6 +6,7 @@ The simplest op of the library: read it first to see how an op is defined.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,25 +42,22 @@ def unscale_reference_(
         found_inf.masked_fill_(bad, 1.0)
 
 
-# 2. The argument check, run by the fake kernel, the reference, and when a kernel raises.
-def _check(
-    grads: Sequence[torch.Tensor],
-    inv_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
-    op = "unscale_"
-    checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
+def check_grads(op: str, args: Any) -> None:
+    found_inf, shape = args.found_inf, (len(args.grads), COUNTS)
     checks.is_scalar(op, "found_inf", found_inf, torch.float32)
-    checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
-    for i, grad in enumerate(checks.is_list(op, "grads", grads)):
-        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
-        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+    for i, grad in enumerate(checks.is_list(op, "grads", args.grads)):
+        checks.matches(op, f"grads[{i}]", grad, checks.REALS, found_inf, owner="found_inf")
+    checks.is_table(op, "counts", args.counts, torch.int64, shape, found_inf, "found_inf")
+
+
+# 2. The argument check, run by the fake kernel, the reference, and when a kernel raises.
+def _check(args: Any) -> None:
+    op = "unscale_"
+    check_grads(op, args)
+    checks.is_scalar(op, "inv_scale", args.inv_scale, torch.float32, args.found_inf, "found_inf")
+    for i, grad in enumerate(args.grads):
         checks.is_writable(op, f"grads[{i}]", grad)
-    checks.check_disjoint(op, "grads", grads)
-    if counts is not None:
-        shape, device = (len(grads), COUNTS), found_inf.device
-        checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
+    checks.check_disjoint(op, "grads", args.grads)
 
 
 # 3. The op: its schema, shared by all variants, and its functions. The C++ kernel is

@@ -15,8 +15,7 @@ from typing import Any
 import independent as ind
 import torch
 
-import mixprec.ops.dequantize_mx
-import mixprec.ops.quantize_mx  # noqa: F401 (defines the ops)
+import mixprec  # noqa: F401 (defines the ops)
 from mixprec.ops._dispatch.op import OPS
 
 TRITON = [name for name, op in OPS.items() if op.triton is not None]

@@ -15,7 +15,7 @@ import mixprec
 from mixprec import functional
 from mixprec.functional import operands
 from mixprec.ops._reference.block_formats import BLOCK, hadamard
-from mixprec.ops.dequantize_mx import dequantize_mx_op
+from mixprec.ops.dequantize import dequantize_mx_op
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import sqnr
 

@@ -17,7 +17,7 @@ from torch import nn
 import mixprec
 from mixprec.frozen import FORMATS, FrozenLinear
 from mixprec.frozen_linear import STORAGES
-from mixprec.ops.int8 import dequantize_int8, quantize_int8
+from mixprec.ops.quantize import dequantize_int8, quantize_int8
 
 # dB; bytes of the weight of the first layer of `mlp`.
 SQNR = {"int8": 35.0, "fp8": 25.0, "mxfp4": 15.5, "nvfp4": 16.0}

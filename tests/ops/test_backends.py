@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch import backends, library, self_check
+from mixprec.ops._dispatch import backends, library
 from mixprec.ops._dispatch.op import OPS, Op
 
 
@@ -41,7 +41,8 @@ def test_every_op_has_its_variants() -> None:
         mutates = name.endswith("_")
         assert any(a.alias_info and a.alias_info.is_write for a in schema.arguments) is mutates
         assert not (mutates and schema.returns), "a mutated argument is never returned"
-        inner = name.endswith("_backward") or name == "gemm_simulated"  # gemm, inside of simulate
+        # Of public functions: gemm inside of simulate, quantize and dequantize of block formats.
+        inner = name.endswith(("_backward", "_mx", "gemm_simulated"))
         assert hasattr(ops, name) or inner, "no public function"
     assert OPS["unscale_"].variant_name("reference") == "unscale_reference_"
 
@@ -172,7 +173,7 @@ def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) 
         asked.append((op.name, device))
         return None if op.name == "amax" else "1 of 2 values differ"
 
-    gpu.setattr(self_check, "difference", difference)
+    gpu.setattr(Op, "difference", difference)
     gpu.setattr(backends, "can_compare", lambda: False)
     OPS["amax"].choose("cuda", 0)
     assert not asked, "while tracing, for example"
@@ -198,7 +199,7 @@ def test_a_gpu_kernel_that_disagrees_is_left_out_and_the_next_one_runs(
         runs = [v for v in wrong[op.name] if run == op.handle(v) and device == "cuda:0"]
         return "1 of 2 values differ" if runs else None
 
-    gpu.setattr(self_check, "difference", difference)
+    gpu.setattr(Op, "difference", difference)
     gpu.setattr(backends, "can_compare", lambda: True)
     for _ in range(2):
         with FlopCounterMode(display=False):
@@ -225,7 +226,7 @@ def test_triton_compiles_and_compares_what_is_about_to_run(gpu: pytest.MonkeyPat
     def difference(op: Op, run: object, device: str, skip: Any) -> None:
         asked.append([args for args in op.examples("cpu") if not skip(tuple(args))])
 
-    gpu.setattr(self_check, "difference", difference)
+    gpu.setattr(Op, "difference", difference)
     gpu.setattr(backends, "can_compare", lambda: True)
     gpu.setenv("MIXPREC_DISABLE", "cuda")
     op, x = OPS["quantize"], torch.ones(4, 8)
@@ -251,7 +252,7 @@ def test_a_driver_without_large_arguments(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_strict_disable_and_a_capture_without_warm_up(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(self_check, "difference", lambda *_: "1 of 2 values differ")
+    gpu.setattr(Op, "difference", lambda *_: "1 of 2 values differ")
     gpu.setattr(torch.cuda, "is_available", lambda: True)
     gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"^amax: a graph is being captured and the cuda kernel"):

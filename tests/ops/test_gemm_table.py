@@ -16,13 +16,13 @@ import torch
 from gemm_calls import A8, B8, BF16, BLOCKS, CAN, CANNOT, E4M3, HALF, ONE, ROW, arguments, operands
 
 import mixprec
-from mixprec.ops._dispatch import backends, gemm_table, library, self_check
+from mixprec.ops._dispatch import backends, gemm_table, library
 from mixprec.ops._dispatch.op import Op
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
 
 
 def chosen(args: tuple[Any, ...]) -> str:
-    return gemm_op.backend_of_call(0, args)
+    return gemm_op.backend("cuda", 0, args)
 
 
 def on_gpu(*args: Any) -> Any:
@@ -41,8 +41,8 @@ def test_without_an_entry_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPa
     with mixprec.use_backend("vendor"):
         assert all(chosen(args) == "vendor" for args in BLOCKS.values())
     acc = torch.zeros(32, 48)
-    assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ONE, ONE)) == "vendor"
-    assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ROW, ONE)) == "cuda"
+    assert gemm_accumulate_op.backend("cuda", 0, (acc, A8, B8, ONE, ONE)) == "vendor"
+    assert gemm_accumulate_op.backend("cuda", 0, (acc, A8, B8, ROW, ONE)) == "cuda"
     gpu.setattr(library, "capability", lambda index: (8, 0))
     gemm_op._able.clear()
     assert chosen(CAN["bf16"]) == "vendor"
@@ -257,7 +257,7 @@ def test_each_variant_is_compared_with_what_it_can_do(gpu: pytest.MonkeyPatch) -
         kept = [args for args in op.examples("cpu") if not skip(args)]
         seen.append((op.name, device, len(kept)))
 
-    gpu.setattr(self_check, "difference", difference)
+    gpu.setattr(Op, "difference", difference)
     gpu.setattr(backends, "can_compare", lambda: True)
     for _ in range(2):
         gemm_op.choose("cuda", 0, CAN["bf16"])

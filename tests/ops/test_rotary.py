@@ -8,7 +8,7 @@ import torch
 from cases import LAYOUTS, WIDE, Layout, for_each, normal, pairwise, random_bits
 
 from mixprec.functional import rotary
-from mixprec.ops.rotary import rotary_op, rotary_reference
+from mixprec.ops.attention import rotary_op, rotary_reference
 from mixprec.testing import assert_close
 
 SHAPES = ((2, 3, 5, 8), (1, 1, 1, 2), (2, 2, 33, 70), (1, 4, 7, 128), (2, 0, 3, 4), (1, 2, 0, 6))

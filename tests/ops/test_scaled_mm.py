@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import mixprec
 from mixprec import functional
 from mixprec.functional import operands
-from mixprec.ops._dispatch import block_products, library, scaled_mm
+from mixprec.ops._dispatch import library, scaled_mm
 from mixprec.ops._dispatch.scaled_mm import MXFP8, NVFP4, Blocks
 from mixprec.ops._reference import scale_layout
 from mixprec.ops.block_operands import decode
@@ -232,7 +232,7 @@ def test_it_is_compared_before_use(
     """With exact products: a wrong swizzle, a factor or an error of torch's leaves it out."""
     monkeypatch.setattr(F, "scaled_mm", as_cublas)
     monkeypatch.setattr(library, "capability", lambda _: (10, 0))
-    assert block_products.difference("cpu") is None
+    assert scaled_mm.difference("cpu") is None
 
     def doubled(*args: Any, **options: Any) -> torch.Tensor:
         return as_cublas(*args, **options) * 2
@@ -243,22 +243,22 @@ def test_it_is_compared_before_use(
     for wrong, reason in ((doubled, "is not exact"), (failing, r"fails \(CUBLAS_STATUS")):
         monkeypatch.setattr(F, "scaled_mm", wrong)
         with pytest.raises(ValueError, match=reason):
-            raise ValueError(block_products.difference("cpu"))
-    monkeypatch.setattr(block_products, "_left_out", {})
-    monkeypatch.setattr(block_products.backends, "can_compare", lambda: True)
-    monkeypatch.setattr(block_products, "difference", lambda device: f"{device} differs")
+            raise ValueError(scaled_mm.difference("cpu"))
+    monkeypatch.setattr(scaled_mm, "_left_out", {})
+    monkeypatch.setattr(scaled_mm.backends, "can_compare", lambda: True)
+    monkeypatch.setattr(scaled_mm, "difference", lambda device: f"{device} differs")
     gpu = torch.device("cuda", 3)
-    assert block_products.reads_swizzled(MXFP8[0], gpu)
-    assert not block_products._ready(3)
+    assert scaled_mm.reads_swizzled(MXFP8[0], gpu)
+    assert not scaled_mm._ready(3)
     assert "cuda:3 differs. Block formats are decoded to bfloat16" in caplog.text
-    assert not block_products.reads_swizzled(MXFP8[0], gpu)
+    assert not scaled_mm.reads_swizzled(MXFP8[0], gpu)
     monkeypatch.setenv("MIXPREC_STRICT", "1")
     with pytest.raises(RuntimeError, match="please report it"):
-        block_products._ready(4)
+        scaled_mm._ready(4)
 
 
 def test_where_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, reads = torch.device("cuda"), block_products.reads_swizzled
+    gpu, reads = torch.device("cuda"), scaled_mm.reads_swizzled
     for capability in ((10, 0), (12, 0), (9, 0), None):
         monkeypatch.setattr(library, "capability", lambda _, found=capability: found)
         expected = capability is not None and capability[0] >= 10

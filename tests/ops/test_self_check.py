@@ -20,12 +20,13 @@ BF16, F32, E4M3 = torch.bfloat16, torch.float32, FP8[0]
 
 
 def kind(op: str, *args: Any) -> self_check.Kind:
-    return self_check._kind(OPS[op].arguments, args)
+    return self_check.kind(OPS[op].arguments, args)
 
 
 def compared(op: str, *args: Any) -> list[list[Any]]:
     """The examples that a call is compared on."""
-    kinds = self_check.most_like(OPS[op], kind(op, *args))
+    every = {kind(op, *example) for example in OPS[op].examples("cpu")}
+    kinds = self_check.most_like(kind(op, *args), every)
     return [example for example in OPS[op].examples("cpu") if kind(op, *example) in kinds]
 
 

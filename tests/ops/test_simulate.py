@@ -13,7 +13,7 @@ from cases import LAYOUTS, WIDE, for_each, normal, random_bits
 from test_tensor_core import BF16, CASES, E4M3, F16, Pair
 
 import mixprec
-from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats
+from mixprec.ops._dispatch.simulation import ARCHITECTURES, formats
 
 SHAPES = ((1, 1, 1), (5, 33, 70), (9, 17, 300), (4, 16, 128), (3, 2, 0), (0, 4, 5))
 

@@ -15,7 +15,7 @@ import torch
 from cases import from_bits, random_bits
 from emulated.shim import runner
 
-from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats, step, tensor_core
+from mixprec.ops._dispatch.simulation import ARCHITECTURES, formats, step, tensor_core
 
 HERE = Path(__file__).parent
 E4M3, E5M2, F16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16

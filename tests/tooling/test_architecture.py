@@ -48,17 +48,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEAVES = ("testing", "env", "diagnostics.env", "frozen", "frozen_linear", "lean_training")
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
-    "quantize": "amax.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "
+    "quantize": "scale.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "
     "quantize_mx.quantize_mx_reference",
-    "quantize_mx": "amax.amax_reference scale.scale_from_amax",
+    "quantize_mx": "scale.amax_reference scale.scale_from_amax",
     "delayed_scales": "scale.scale_from_amax",
     "norm_quantize": "quantize.quantize_reference",
     "act_quantize": "quantize.quantize_reference",
-    "dequantize": "dequantize_mx.dequantize_mx_op",
-    "block_operands": "dequantize_mx.dequantize_mx_op",
+    "block_operands": "dequantize.dequantize_mx_op",
     "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
-    "block_operands.decode_quantized block_operands.is_block",
-    "grad_stats": "unscale.COUNTS unscale.count_reference",
+    "block_operands.is_block",
+    "gemm_grouped": "gemm.plain_operand",
+    "grad_stats": "unscale.check_grads unscale.count_reference",
 }
 
 # Arithmetic on tensor elements stands in the ops (their references), in functional and stats, and

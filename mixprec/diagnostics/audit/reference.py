@@ -13,17 +13,15 @@ from ...formats import FORMATS, Format
 from ...ops._reference import scale_layout
 from ...ops._reference.block_formats import BLOCK_FORMATS, BlockFormat, name_of
 from ...ops.act_quantize import act_backward_op, act_quantize_op
-from ...ops.attention import attention_backward_op, attention_op
+from ...ops.attention import attention_backward_op, attention_op, rotary_op
 from ...ops.cross_entropy import cross_entropy_backward_op, cross_entropy_op
-from ...ops.dequantize import dequantize_op
-from ...ops.dequantize_mx import dequantize_mx_op
+from ...ops.dequantize import dequantize_mx_op, dequantize_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
 from ...ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ...ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ...ops.pack import pack_op, unpack_op
 from ...ops.quantize import quantize_op
 from ...ops.quantize_mx import quantize_mx_op
-from ...ops.rotary import rotary_op
 from .ops import Arguments, arguments
 
 Cast = Format | BlockFormat

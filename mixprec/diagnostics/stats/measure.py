@@ -16,7 +16,7 @@ from ...functional import operands
 from ...functional.operands import Delayed
 from ...ops._reference import block_formats, scale_layout
 from ...ops._reference.block_formats import BLOCK_FORMATS, sizes
-from ...ops.dequantize_mx import dequantize_mx_op
+from ...ops.dequantize import dequantize_mx_op
 from ...recipes import Recipe
 
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are

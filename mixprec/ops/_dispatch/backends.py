@@ -43,7 +43,7 @@ def why_not_built(archs: str, capability: tuple[int, int]) -> str | None:
 
 
 BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
-# The order of preference per device type; an op with a `Choice` has its own on a GPU. On the CPU
+# The order of preference per device type; an op may have an order of its own on a GPU. On the CPU
 # the reference runs ops that have no C++ kernel, but does not replace a missing build: there the
 # load error is raised. On a GPU every kernel has to agree with its reference before it is used.
 ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}

@@ -41,8 +41,7 @@ def check(
     if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
     if scale is not None:
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "x")
+        checks.is_scalar(op, "scale", scale, torch.float32, x)
         if granularity != "tensor":
             raise ValueError(
                 f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
@@ -61,10 +60,17 @@ def check_fused(op: str, x: torch.Tensor, cast: Cast) -> None:
     check(op, x, cast, scale_layout.FUSED)
 
 
-def parse_fused(
-    op: str, fmt: Format | str | torch.dtype, granularity: str, power_of_two_scale: bool
-) -> Format:
-    """The format that a fused op casts to; ValueError for one that only `quantize` has."""
+def fused(
+    op: str,
+    x: torch.Tensor,
+    fmt: Format | str | torch.dtype,
+    scale: float | torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[Format, Cast]:
+    """The format and the cast that a fused op is asked for; ValueError for what only `quantize`
+    has."""
     parsed = parse(fmt, who=op)
     if parsed not in FORMATS:
         names = ", ".join(map(str, FORMATS))
@@ -74,7 +80,9 @@ def parse_fused(
             f'{op}: power_of_two_scale must be left out with granularity "mx", whose scales are '
             f"powers of two, got {power_of_two_scale!r}"
         )
-    return parsed
+    checks.is_tensor(op, "x", x)
+    given = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
+    return parsed, Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
 
 
 def fake(x: torch.Tensor, cast: Cast) -> Results:
@@ -92,24 +100,6 @@ def fake(x: torch.Tensor, cast: Cast) -> Results:
         x.new_empty(shape_t, dtype=scales),
         x.new_empty((), dtype=torch.float32),
     )
-
-
-def _reads_zero(scale: torch.Tensor) -> bool:
-    """Whether the scale is known to be 0, without a host sync."""
-    seen = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.numel() == 1
-    return seen and not torch.compiler.is_compiling() and scale.item() == 0
-
-
-def given_scale(
-    op: str, scale: float | torch.Tensor | None, x: torch.Tensor
-) -> torch.Tensor | None:
-    """The scale as a tensor on x's device. Only a tensor may hold 0 (not initialized)."""
-    if isinstance(scale, torch.Tensor) and _reads_zero(scale):
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "the input")
-        checks.needs_no_grad(op, "detach scale", scale)
-        return scale
-    return checks.positive_scale(op, "scale", scale, x.device)
 
 
 def quantized(results: tuple[torch.Tensor, ...], fmt: Format, cast: Cast) -> Quantized:

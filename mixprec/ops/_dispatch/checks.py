@@ -129,45 +129,74 @@ def on_device(op: str, name: str, x: torch.Tensor, device: torch.device, owner: 
         raise ValueError(f"{op}: {name} must be on {owner}'s device {device}, got {x.device}")
 
 
+def matches(
+    op: str,
+    name: str,
+    t: torch.Tensor | None,
+    allowed: tuple[torch.dtype, ...],
+    other: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    meaning: str = "",
+    owner: str = "x",
+) -> None:
+    """Require one of these dtypes, that shape, if any, and the device of `other`, the argument
+    `owner`; None is accepted."""
+    if t is not None:
+        has_dtype(op, name, t, allowed)
+        if shape is not None:
+            has_shape(op, name, t, shape, meaning)
+        on_device(op, name, t, other.device, owner)
+
+
 def is_like(
     op: str,
     name: str,
-    t: torch.Tensor,
+    t: torch.Tensor | None,
     other: torch.Tensor,
     allowed: tuple[torch.dtype, ...],
     owner: str = "x",
 ) -> None:
-    """Require one of these dtypes, and the shape and device of the argument `owner`."""
-    has_dtype(op, name, t, allowed)
-    has_shape(op, name, t, other.shape, f"{owner}'s shape")
-    on_device(op, name, t, other.device, owner)
+    """Require one of these dtypes, and the shape and device of the argument `owner`, or None."""
+    matches(op, name, t, allowed, other, other.shape, f"{owner}'s shape", owner)
 
 
-def is_scalar(op: str, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """One element of `dtype`, shape [] or [1]."""
+def is_scalar(
+    op: str,
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    other: torch.Tensor | None = None,
+    owner: str = "x",
+) -> None:
+    """One element of `dtype`, shape [] or [1], on the device of `other`, the argument `owner`."""
     is_tensor(op, name, x)
     if x.dtype != dtype or x.numel() != 1:
         raise ValueError(
             f"{op}: {name} must hold one {str(dtype).removeprefix('torch.')}, "
             f"got shape {tuple(x.shape)}, dtype {x.dtype}"
         )
+    if other is not None:
+        on_device(op, name, x, other.device, owner)
 
 
 def is_table(
     op: str,
     name: str,
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     dtype: torch.dtype,
     shape: Sequence[int],
-    device: torch.device,
+    other: torch.Tensor,
     owner: str,
 ) -> None:
-    """A contiguous tensor to be overwritten: one row per tensor of a list."""
-    has_dtype(op, name, x, (dtype,))
-    has_shape(op, name, x, shape, "[tensors, ...]")
-    on_device(op, name, x, device, owner)
-    if not x.is_contiguous():
+    """A contiguous tensor to be overwritten, one row per tensor of a list, or None."""
+    matches(op, name, x, (dtype,), other, shape, "[tensors, ...]", owner)
+    if x is not None and not x.is_contiguous():
         raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+
+
+def is_float(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATS:
+        raise ValueError(f"{op}: {name} must be float32, bfloat16 or float16, got {dtype}")
 
 
 def is_writable(op: str, name: str, x: torch.Tensor) -> None:
@@ -200,11 +229,16 @@ def needs_no_grad(op: str, hint: str, *tensors: object) -> None:
 
 
 def positive_scale(
-    op: str, name: str, scale: float | torch.Tensor | None, device: torch.device
+    op: str,
+    name: str,
+    scale: float | torch.Tensor | None,
+    device: torch.device,
+    or_zero: bool = False,
 ) -> torch.Tensor | None:
     """`scale` as an fp32 tensor of one element on `device`, checked to be positive and finite.
 
     A number and a CPU tensor are checked; a tensor on another device is not read (host sync).
+    or_zero: a tensor may hold 0 (not initialized).
     """
     if scale is None:
         return None
@@ -215,6 +249,8 @@ def positive_scale(
         if device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
             return scale
         value = scale.item()
+        if or_zero and value == 0:
+            return scale
     elif isinstance(scale, (int, float)) and not isinstance(scale, bool):
         value = ctypes.c_float(scale).value  # rounded to FP32: 1e-60 is 0
         scale = torch.tensor(value, dtype=torch.float32, device=device)

@@ -67,7 +67,7 @@ def _scaled_why_not(
     if kind == "mixed" or a_scale_inv is None or b_scale_inv is None:
         return "torch._scaled_mm takes scales of one granularity for both operands"
     if kind == "blocks":
-        return scaled_mm.why_not_fp32_scales(a, b, a_scale_inv, b_scale_inv, capability)
+        return scaled_mm.why_not_fp32_scales((a, b, a_scale_inv, b_scale_inv), capability)
     if capability is not None and capability[0] not in (9, 10):
         return "torch._scaled_mm takes scales per row only on compute capability 9 and 10"
     if out_dtype != torch.bfloat16 or b.dtype != torch.float8_e4m3fn:
@@ -130,9 +130,10 @@ def gemm_vendor(
 ) -> torch.Tensor:
     if a.dtype in checks.FP8:
         kind = _granularity(a_scale_inv, b_scale_inv, a.shape[0], b.shape[1])
-        a, b = _aligned(a), _aligned(b.t()).t()
-        if kind == "blocks" and a_scale_inv is not None and b_scale_inv is not None:
-            return scaled_mm.multiply_fp32_scales(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
+        a, b = scaled_mm.aligned(a), scaled_mm.aligned(b.t()).t()
+        if kind == "blocks":
+            operands = a, b, a_scale_inv, b_scale_inv
+            return scaled_mm.multiply_fp32_scales(operands, bias, out_dtype)
         return torch._scaled_mm(
             a,
             b,
@@ -147,13 +148,6 @@ def gemm_vendor(
     if out_dtype == a.dtype:
         return _sum_in_fp32(torch.mm, a, b)
     return _sum_in_fp32(torch.mm, a, b, out_dtype=out_dtype)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if x is a view not aligned to 16 bytes: rare, and invisible to a tracer."""
-    if x.storage_offset() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _scale(t: torch.Tensor | None, a: torch.Tensor, kind: str) -> torch.Tensor:
@@ -175,13 +169,7 @@ def gemm_accumulate_vendor_(
         _sum_in_fp32(torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)
 
 
-_ORDER = ("vendor", "triton", "reference")
 _MOST_GROUPS = 1023  # a thread of one block prepares each
-
-
-def grouped_order(args: Any, capability: Capability | None) -> tuple[str, ...]:
-    """Nothing is measured: the vendor's first, wherever a call of it is exact."""
-    return _ORDER
 
 
 def grouped_why_not(args: Any, capability: Capability | None) -> str | None:

@@ -9,13 +9,14 @@ import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._context import context
 from .._reference.gemm_scales import Operands
-from . import autocast, backends, checks, example_inputs, gemm_table, library, self_check
+from . import autocast, backends, checks, gemm_table, library, self_check
 from .casts import Cast
 
 logger = logging.getLogger("mixprec")
@@ -26,25 +27,6 @@ Args = tuple[Any, ...]  # a call's arguments, in the schema's order
 _UNKNOWN = ("", None)
 _GROUPS: dict[str, Any] = {"cast": Cast, "operands": Operands}  # arguments that stand together
 OPS: dict[str, Op] = {}  # every op, by name
-
-
-def _no_examples(device: str) -> Iterator[list[Any]]:
-    raise RuntimeError(
-        "it has no example inputs to be compared on: give examples= to Op, or write a function of "
-        "its name in example_inputs"
-    )
-
-
-class Choice(NamedTuple):
-    """How the variant of an op on a GPU is chosen for each call.
-
-    order: the backends to try, best first, for a call's arguments (a tuple with their names) on a
-    GPU of this compute capability; None for what is not known. why_not: by backend, the reason that
-    it does not support a call; only for backends that do not support every call.
-    """
-
-    order: Callable[[Any, library.Capability | None], tuple[str, ...]]
-    why_not: Mapping[str, Callable[[Any, library.Capability | None], str | None]]
 
 
 class Op:
@@ -59,11 +41,12 @@ class Op:
     in C++). fake: shapes, dtypes and strides of the results; None for an op without any. examples:
     small inputs on a device, for the comparison with the reference before a GPU kernel is first
     used; None: the function of `example_inputs` with the op's name, and without one no GPU kernel
-    is used. triton: the module of
-    mixprec.triton_kernels with a function of the op's name, imported when it is first launched.
-    vendor: the equivalent in torch on a GPU. choice: which variant is used for which calls on a
-    GPU. operands: the arguments that torch.autocast casts; it does not affect other arguments or
-    ops without operands.
+    is used. triton: the module of mixprec.triton_kernels with a function of the op's name, imported
+    when it is first launched. vendor: the equivalent in torch on a GPU. prefers: the backends to
+    try on a GPU, best first, for a call's arguments (a tuple with their names) and the GPU's
+    compute capability, None for what is not known. refuses: by backend, the reason that it does not
+    support a call; only for backends that do not support every call. operands: the arguments that
+    torch.autocast casts; it does not affect other arguments or ops without operands.
     """
 
     def __init__(
@@ -77,13 +60,14 @@ class Op:
         examples: Callable[[str], Iterator[list[Any]]] | None = None,
         triton: str | None = None,
         vendor: Function | None = None,
-        choice: Choice | None = None,
+        prefers: Callable[[Any, library.Capability | None], tuple[str, ...]] | None = None,
+        refuses: Mapping[str, Callable[[Any, library.Capability | None], str | None]] | None = None,
         operands: tuple[str, ...] = (),
     ) -> None:
         parsed = torch._C.parse_schema(f"mixprec::{name}{schema}").arguments
-        self.name, self.triton, self.choice = name, triton, choice
-        known = getattr(example_inputs, name.removesuffix("_"), _no_examples)
-        self.examples: Callable[[str], Iterator[list[Any]]] = examples or known
+        self.name, self.triton = name, triton
+        self._prefers, self._refuses = prefers, refuses or {}
+        self.examples: Callable[[str], Iterator[list[Any]]] = examples or self_check.examples(name)
         self.arguments = tuple(argument.name for argument in parsed)
         self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
         self.check = self.by_name(check)
@@ -110,21 +94,20 @@ class Op:
 
     def by_name(self, function: Function) -> Function:
         """Wrap `function` to take all arguments in the schema's order and use those it names."""
-        wanted = list(inspect.signature(function).parameters)
-        if wanted == ["args"]:
-            return lambda *args: function(self.Args(*args))
-        takes = [self._taking(name) for name in wanted]
-        if wanted == list(self.arguments):
-            return function
-        return lambda *args: function(*[take(args) for take in takes])
 
-    def _taking(self, name: str) -> Callable[[Args], Any]:
-        """What takes the argument, or group of arguments, of that name out of all of them."""
-        group = _GROUPS.get(name)
-        if group is None:
-            return operator.itemgetter(self.arguments.index(name))
-        first = self.arguments.index(group._fields[0])
-        return lambda args: group(*args[first : first + len(group._fields)])
+        def take(name: str) -> Callable[[Args], Any]:
+            if (group := _GROUPS.get(name)) is None:
+                return operator.itemgetter(self.arguments.index(name))
+            first = self.arguments.index(group._fields[0])
+            return lambda args: group(*args[first : first + len(group._fields)])
+
+        wanted = tuple(inspect.signature(function).parameters)
+        if wanted == self.arguments:
+            return function
+        if wanted == ("args",):
+            return lambda *args: function(self.Args(*args))
+        takes = [take(name) for name in wanted]
+        return lambda *args: function(*[take(args) for take in takes])
 
     @cached_property
     def _has_cpp(self) -> bool:
@@ -199,7 +182,7 @@ class Op:
 
     def refusal(self, backend: str, args: Any, index: int) -> str | None:
         """Why a variant cannot run a call with these `Args` on GPU `index`; None if it can."""
-        refuses = None if self.choice is None else self.choice.why_not.get(backend)
+        refuses = self._refuses.get(backend)
         return None if refuses is None else refuses(args, library.capability(index))
 
     def why_not(
@@ -230,36 +213,41 @@ class Op:
         """The backends to try for tensors on `device`, best first; args: a call's `Args`."""
         if (forced := context.backend) is not None:
             return (forced,)
-        if device == "cuda" and self.choice is not None:
-            return self.choice.order(args, library.capability(index))
+        if device == "cuda" and self._prefers is not None:
+            return self._prefers(args, library.capability(index))
         if device == "cpu" and library.LOAD_ERROR is None and not self._has_cpp:
             return backends.ANYWHERE
         return backends.ORDER.get(device, backends.ANYWHERE)
 
     def backend(self, device: str, index: int = 0, args: Args | None = None) -> str:
-        """The first backend that can run; RuntimeError listing the reasons if none can."""
-        tried = self.order(device, index, None if args is None else self.Args(*args))
+        """The first backend that can run, for a call with `args` on a GPU; RuntimeError listing the
+        reasons if none can."""
+        named = None if args is None else self.Args(*args)
+        tried = self.order(device, index, named)
         for backend in tried:
-            if self.why_not(backend, device, index, args) is None:
+            if named is None:
+                able = self.why_not(backend, device, index) is None
+            else:  # the reasons that do not depend on the call are looked for once
+                able = backend in self.able_backends(index)
+                able = able and self.refusal(backend, named, index) is None
+            if able:
                 return backend
         reasons = (f"{b}: {self.why_not(b, device, index, args)}" for b in tried)
         raise RuntimeError(f"{self.name}: no backend can run on {device}. " + "; ".join(reasons))
 
     def choose(self, device: str, index: int = 0, args: Args | None = None) -> Function:
         """The function that runs the op on `device` for a call with `args`."""
-        of_call = args if device == "cuda" else None
-        by_call = of_call is not None and self.choice is not None
+        if device != "cuda":
+            args = None
+        by_call = args is not None and self._prefers is not None
         where = torch.device(device, index) if device == "cuda" else torch.device(device)
         key = (context.backend, where)
         if not by_call and key in self._chosen:
             return self._chosen[key][1]
         run = None
         while run is None:  # a kernel that is left out makes way for the next
-            if of_call is not None:
-                backend = self.backend_of_call(index, of_call)
-            else:
-                backend = self.backend(device, index)
-            run = self._ready(backend, device, index, of_call)
+            backend = self.backend(device, index, args)
+            run = self._ready(backend, device, index, args)
         traced = torch.compiler.is_compiling()
         if by_call:
             # Torch's own ops need no op of ours around them (8 us), unless they are traced.
@@ -268,17 +256,9 @@ class Op:
             return self._vendor if direct and self._vendor is not None else run
         compared = backend in ("cpp", "reference") or (backend, index, None) in self.agreed
         # Not while it is traced: torch.compile fails on a write inside of an autograd function.
-        if compared and not traced and (self.choice is None or device != "cuda"):
+        if compared and not traced and (self._prefers is None or device != "cuda"):
             self._chosen[key] = device, run
         return run
-
-    def backend_of_call(self, index: int, args: Args) -> str:
-        """`backend` on a GPU, with reasons that do not depend on the call cached."""
-        able, named = self.able_backends(index), self.Args(*args)
-        for backend in self.order("cuda", index, named):
-            if backend in able and self.refusal(backend, named, index) is None:
-                return backend
-        return self.backend("cuda", index, args)  # raises, with the reasons
 
     def able_backends(self, index: int) -> tuple[str, ...]:
         """The backends that can run this op on GPU `index` for at least some arguments."""
@@ -294,7 +274,7 @@ class Op:
     def _ready(self, backend: str, device: str, index: int, args: Args | None) -> Function | None:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
-            return self_check.ready(self, backend, index, args)
+            return self._compared(backend, index, args)
         runs = device != "meta" and not torch.compiler.is_compiling()
         if backend == "reference" and context.backend is None and runs and not self._warned:
             self._warned = True
@@ -305,10 +285,47 @@ class Op:
             )
         return self.handle(backend)
 
-    def leave_out(self, backend: str, index: int, reason: str) -> None:
-        """Never choose `backend` on GPU `index` again."""
+    def _compared(self, backend: str, index: int, args: Args | None) -> Function | None:
+        """The torch op of a variant, compared with the reference once on GPU `index`, or None.
+
+        A Triton kernel is compiled for each kind of call, so the examples most like the call's
+        `args` are compared; None: all of them. A kernel that differs is left out from then on.
+        """
+        by_kind = backend == "triton" and args is not None and not torch.compiler.is_compiling()
+        kind = self_check.kind(self.arguments, args) if by_kind and args is not None else None
+        if (agreed := self.agreed.get((backend, index, kind))) is not None:
+            return agreed
+        run = self.handle(backend)
+        purpose = "the kernel is loaded and compared with its reference"
+        if not self_check.is_possible(self.name, f"the {backend} kernel", purpose):
+            return run
+
+        def skip(example: Args) -> bool:
+            another = kinds is not None and self_check.kind(self.arguments, example) not in kinds
+            return another or self.refusal(backend, self.Args(*example), index) is not None
+
+        with _disable_current_modes():  # counters of FLOPs, policies of checkpointing, ...
+            every = (self_check.kind(self.arguments, example) for example in self.examples("cpu"))
+            kinds = None if kind is None else self_check.most_like(kind, {*every})
+            difference = self.difference(run, f"cuda:{index}", skip)
+        if difference is None:
+            self.agreed[backend, index, kind] = run
+            return run
+        about = f"the {backend} kernel does not agree with its reference on this GPU"
+        reason = f"{about} ({difference})"
+        self_check.report(self.name, reason, "It is left out and the next variant runs")
         self.left_out[backend, index] = reason
         self._able.pop(index, None)
+        return None
+
+    def difference(
+        self, run: Function, device: str, skip: Callable[[Args], bool] | None = None
+    ) -> str | None:
+        """How results and mutated arguments of `run` on `device` differ from those of the reference
+        on the examples, or the error; None if they do not. skip: those that `run` cannot take."""
+        pairs = zip(self.examples(device), self.examples(device), strict=True)
+        kept = (pair for pair in pairs if skip is None or not skip(tuple(pair[0])))
+        return self_check.difference(run, self.handle("reference"), kept)
 
     def __call__(self, *args: Any) -> Any:
         """Run the op on its chosen variant, with the operands as they are, also inside
@@ -337,19 +354,13 @@ class Op:
             if "CUDA out of memory" in str(error) and type(error) is RuntimeError:
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
-        if self._written:
+        if self._written and not torch.compiler.is_compiling():
+            # Tell autograd which tensors were modified in place; the schemas alone do not.
             written: list[torch.Tensor] = []
             for i in self._written:
                 x = args[i]
                 written += x if isinstance(x, (list, tuple)) else [] if x is None else [x]
-            _mutated(written)
+            if torch.is_inference_mode_enabled():
+                written = [t for t in written if not t.is_inference()]
+            torch.autograd.graph.increment_version(written)
         return result
-
-
-def _mutated(tensors: list[torch.Tensor]) -> None:
-    """Tell autograd that these tensors were modified in place; the schemas alone do not."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.is_inference_mode_enabled():
-        tensors = [t for t in tensors if not t.is_inference()]
-    torch.autograd.graph.increment_version(tensors)

@@ -24,8 +24,9 @@ SCHEMA = (
     "Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()"
 )
 Tensors = Sequence[torch.Tensor]
-# formula(p, g, states, step): p and the states after it, all in the dtype of the arithmetic.
-Formula = Callable[..., tuple[torch.Tensor, Tensors]]
+Updated = tuple[torch.Tensor, Tensors]  # p and the states after a step
+# formula(p, g, states, step), all in the dtype of the arithmetic.
+Formula = Callable[..., Updated]
 
 
 class Step(NamedTuple):
@@ -85,8 +86,7 @@ class _Update:
         return rounding.join_master(param, master) if master.dtype in REMAINDERS else master
 
     def _bits(self, i: int, shape: torch.Size, stream: int) -> torch.Tensor:
-        args = self._args
-        seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
+        seed, index = (self._args.seed, self._args.indices[i]) if self._args.indices else (0, 0)
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
     def _block_bits(self, i: int, blocks: int, stream: int) -> torch.Tensor:
@@ -214,7 +214,7 @@ class UpdateOp(Op):
         if self.stateless and not any(states):
             states = ()
         for name, tensors in zip(self.states, states, strict=False):
-            _check_count(self.name, name, len(tensors), len(params))
+            _check_count(self.name, name, tensors, len(params), False)
         on_device = isinstance(lr, torch.Tensor)
         self(
             params,
@@ -241,20 +241,18 @@ def _real(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _check_count(op: str, name: str, count: int, params: int) -> None:
-    if count != params:
+def _check_count(op: str, name: str, tensors: Tensors, params: int, may_be_empty: bool) -> None:
+    count = len(checks.is_list(op.partition(":")[0], name, tensors))
+    if count != params and not (may_be_empty and count == 0):
         raise ValueError(f"{op}: {name} must have one tensor per param ({params}), got {count}")
 
 
 def _check(op: UpdateOp, args: Any) -> None:
-    name = op.name
-    count = len(checks.is_list(name, "params", args.params))
-    _check_count(name, "grads", len(checks.is_list(name, "grads", args.grads)), count)
-    if checks.is_list(name, "masters", args.masters):
-        _check_count(name, "masters", len(args.masters), count)
-    if checks.is_list(name, "states", args.states) or not op.stateless:
-        each = " and ".join(op.states)
-        _check_count(f"{name}: {each}", "states", len(args.states), count * len(op.states))
+    name, count = op.name, len(checks.is_list(op.name, "params", args.params))
+    _check_count(name, "grads", args.grads, count, False)
+    _check_count(name, "masters", args.masters, count, True)
+    each = f"{name}: {' and '.join(op.states)}"
+    _check_count(each, "states", args.states, count * len(op.states), op.stateless)
     if len(args.settings) != len(op.settings):
         raise ValueError(
             f"{name}: settings must be {', '.join(op.settings)}, got {len(args.settings)} numbers"
@@ -270,14 +268,14 @@ def _check(op: UpdateOp, args: Any) -> None:
 
 def _check_scalars(op: str, args: Any) -> None:
     checks.is_tensor(op, "steps", args.steps)
-    count, device = len(args.params), args.steps.device
-    checks.is_table(op, "steps", args.steps, torch.float32, (count,), device, "its own")
+    count = len(args.params)
+    checks.is_table(op, "steps", args.steps, torch.float32, (count,), args.steps, "its own")
     for name in ("inv_scale", "clip", "found_inf", "lr_tensor"):
         if (t := getattr(args, name)) is not None:
             checks.is_tensor(op, name, t)
             fp64 = name == "lr_tensor" and t.dtype == torch.float64
-            checks.is_scalar(op, name, t, torch.float64 if fp64 else torch.float32)
-            checks.on_device(op, name, t, device, "steps")
+            dtype = torch.float64 if fp64 else torch.float32
+            checks.is_scalar(op, name, t, dtype, args.steps, "steps")
     if not args.max_value > 0:
         raise ValueError(f"{op}: max_value must be positive, got {args.max_value}")
     if len(args.indices) not in (count, *([] if args.stochastic_rounding else [0])):
@@ -292,9 +290,7 @@ def _check_scalars(op: str, args: Any) -> None:
 def _check_param(
     op: str, i: int, param: torch.Tensor, args: Any, states: list[tuple[str, torch.Tensor]]
 ) -> None:
-    device = args.steps.device
-    checks.has_dtype(op, f"params[{i}]", param, checks.REALS)
-    checks.on_device(op, f"params[{i}]", param, device, "steps")
+    checks.matches(op, f"params[{i}]", param, checks.REALS, args.steps, owner="steps")
     checks.is_writable(op, f"params[{i}]", param)
     real = _real(param)
     narrow = (torch.bfloat16, CODES) if real == torch.float32 else ()
@@ -302,10 +298,10 @@ def _check_param(
     given = [(f"grads[{i}]", args.grads[i], checks.FLOATS if narrow else (real,))]
     if args.masters:
         given.append((f"masters[{i}]", args.masters[i], (real, *remainders)))
-    for label, t, dtypes in [*given, *((label, t, (real, *narrow)) for label, t in states)]:
-        checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
-        checks.has_dtype(op, label, t, dtypes)
-        checks.on_device(op, label, t, device, "steps")
+    given += [(label, t, (real, *narrow)) for label, t in states]
+    for label, t, dtypes in given:
+        meaning = f"params[{i}].shape"
+        checks.matches(op, label, t, dtypes, args.steps, param.shape, meaning, "steps")
         if t is not args.grads[i]:
             checks.is_writable(op, label, t)
     for label, t in states:
@@ -335,4 +331,4 @@ def _check_scales(op: str, args: Any, states: list[tuple[str, torch.Tensor]]) ->
         if not scales:
             raise ValueError(f"{op}: {label} is uint8, which needs state_scales, got none")
         count, name = (state8.blocks(t.numel()),), f"state_scales[{i}]"
-        checks.is_table(op, name, scales[i], torch.float32, count, args.steps.device, "steps'")
+        checks.is_table(op, name, scales[i], torch.float32, count, args.steps, "steps'")

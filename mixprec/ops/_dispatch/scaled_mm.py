@@ -1,20 +1,27 @@
-"""torch.nn.functional.scaled_mm of two matrices in block formats: the tensor cores of Blackwell
-apply the scales of blocks themselves."""
+"""torch.nn.functional.scaled_mm, where tensor cores apply the scales of blocks themselves: on
+Blackwell those of block formats, on Hopper FP32 scales of 128.
+
+The product of block formats is compared with exact ones before its first use.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..._context import context
+from ...formats import E4M3
 from .._reference import block_formats, scale_layout
 from .._reference.scale_layout import BLOCK
-from . import autocast, library
+from . import autocast, backends, library, self_check
 from .library import Capability
 
 MXFP8, NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2"), "nvfp4"
 CAPABILITIES = (10, 12)
+_left_out: dict[int, str | None] = {}  # by GPU, once compared: why it is not used, or None
 
 
 class Blocks(NamedTuple):
@@ -28,7 +35,7 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def why_not(a: Blocks, b: Blocks, capability: library.Capability | None) -> str | None:
+def why_not(a: Blocks, b: Blocks, capability: Capability | None) -> str | None:
     """Why torch has no single call for a @ b^T; None if it has."""
     who = "torch.nn.functional.scaled_mm"
     if capability is None or capability[0] not in CAPABILITIES:
@@ -87,8 +94,15 @@ def multiply(
         return y if fused or bias is None else y.add_(bias).to(out_dtype)
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if x is a view not aligned to 16 bytes: rare, and invisible to a tracer."""
+    if x.storage_offset() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _elements(x: Blocks) -> torch.Tensor:
-    data = x.data if x.data.storage_offset() % 16 == 0 else x.data.clone()
+    data = aligned(x.data)
     return data.view(torch.float4_e2m1fn_x2) if x.fmt == NVFP4 else data
 
 
@@ -99,22 +113,11 @@ def _scales(x: Blocks) -> list[torch.Tensor]:
     return [scales.view(torch.float8_e8m0fnu)]
 
 
-def _op(
-    a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_tensor: torch.Tensor | None,
-    a_fmt: str,
-    b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    b_tensor: torch.Tensor | None,
-    b_fmt: str,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _op(*args: Any) -> torch.Tensor:
     """`multiply` as an op, for compiled code: torch 2.11 does not trace into scaled_mm."""
-    columns = a.shape[1] * block_formats.per_byte(a_fmt)
-    rows = Blocks(a, a_scale_inv, a_tensor, a_fmt, columns)
-    return multiply(rows, Blocks(b, b_scale_inv, b_tensor, b_fmt, columns), bias, out_dtype)
+    columns = args[0].shape[1] * block_formats.per_byte(args[3])
+    a, b = (Blocks._make((*each, columns)) for each in (args[:4], args[4:8]))
+    return multiply(a, b, *args[8:])
 
 
 _NAME = "gemm_blocks_vendor"
@@ -127,11 +130,99 @@ library.LIBRARY.define(_NAME + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 library.LIBRARY.impl(_NAME, _op, "CUDA")
 torch.library.register_fake(
     f"mixprec::{_NAME}",
-    lambda a, _a, _at, _af, b, _b, _bt, _bf, _bias, out_dtype: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=out_dtype
-    ),
+    lambda a, *rest: a.new_empty((a.shape[0], rest[3].shape[0]), dtype=rest[-1]),
     lib=library.LIBRARY,
 )
+
+
+def reads_swizzled(fmt: str, device: torch.device) -> bool:
+    """Whether products of this format on `device` read scales in the swizzled layout."""
+    if device.type != "cuda" or (fmt not in MXFP8 and fmt != NVFP4):
+        return False
+    return _is_used(device.index or 0)
+
+
+def product(
+    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """`multiply` on a GPU; None where torch has no such call, or not for this one."""
+    index = a.data.device.index or 0
+    if why_not(a, b, library.capability(index)) or not _is_used(index) or not _ready(index):
+        return None
+    if torch.compiler.is_compiling():
+        return torch.ops.mixprec.gemm_blocks_vendor(*a[:4], *b[:4], bias, out_dtype)
+    return multiply(a, b, bias, out_dtype)
+
+
+def _is_used(index: int) -> bool:
+    """Whether GPU `index` is to multiply block formats itself, as far as is known."""
+    capability = library.capability(index)
+    able = capability is not None and capability[0] in CAPABILITIES
+    return able and context.backend in (None, "vendor") and _why_left_out(index) is None
+
+
+def _why_left_out(index: int) -> str | None:
+    return backends.disabled("vendor", "gemm") or _left_out.get(index)
+
+
+# Constant for the process: torch.compile need not trace into the environment.
+_why_left_out._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _ready(index: int) -> bool:
+    """Whether a product of small integers with it on GPU `index`, the first time, is exact."""
+    if index not in _left_out:
+        product = "torch's product of block formats"
+        if not self_check.is_possible("gemm", product, "it is compared with the exact one"):
+            return True
+        with _disable_current_modes():  # counters of FLOPs, policies of checkpointing, ...
+            _left_out[index] = reason = difference(f"cuda:{index}")
+        if reason is not None:
+            self_check.report("gemm", reason, "Block formats are decoded to bfloat16 instead")
+    return _left_out[index] is None
+
+
+# Constant for the process: torch.compile need not trace into the comparison.
+_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def difference(device: str) -> str | None:
+    """How products of example operands differ from the exact ones; None if they do not."""
+    e4m3, e5m2 = MXFP8
+    for a_fmt, b_fmt in ((e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3), (NVFP4, NVFP4)):
+        (a, wide_a), (b, wide_b) = example(a_fmt, 140, device), example(b_fmt, 48, device)
+        try:
+            y = multiply(a, b, None, torch.float32)
+        except Exception as error:
+            if "out of memory" in str(error):  # which says nothing about the product
+                raise
+            return f"torch's product of {a_fmt} and {b_fmt} fails ({error})"
+        if not torch.equal(y.double(), wide_a @ wide_b.t()):
+            return f"torch's product of {a_fmt} and {b_fmt} is not exact for small integers"
+    return None
+
+
+def example(fmt: str, rows: int, device: str) -> tuple[Blocks, torch.Tensor]:
+    """Small integers times powers of two that differ by row and block, and their values in FP64."""
+    block, k = block_formats.BLOCK_FORMATS[fmt], 192
+    generator = torch.Generator("cpu").manual_seed(rows)
+    x = torch.randint(-2, 3, (rows, k), generator=generator, dtype=torch.int32, device="cpu")
+    exponent = torch.randint(
+        -2, 3, (rows, k // block.block), generator=generator, dtype=torch.int32, device="cpu"
+    )
+    scale = exponent.float().exp2()
+    codes = block_formats.encode(x.float(), block.element, None)
+    wide = x.double() * scale.double().repeat_interleave(block.block, 1)
+    tensor = None
+    if block.nvfp4:
+        codes = block_formats.join(codes)
+        tensor = torch.full((), 0.5, dtype=torch.float32, device=device)
+        stored = block_formats.encode(scale, E4M3, None).view(torch.float8_e4m3fn)
+        wide = wide / 2
+    else:
+        stored = (exponent + 127).to(torch.uint8)
+    data = codes.view(block.element.dtype).to(device)
+    return Blocks(data, stored.to(device), tensor, fmt, k), wide.to(device)
 
 
 _CUBLAS = (12, 9)  # the CUDA version whose cuBLAS has them
@@ -146,14 +237,9 @@ def _squares(scale_shape: torch.Size, rows: int, k: int) -> bool | None:
     return True if scale_shape == (-(-rows // BLOCK), across) else None
 
 
-def why_not_fp32_scales(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    capability: Capability | None,
-) -> str | None:
+def why_not_fp32_scales(operands: Any, capability: Capability | None) -> str | None:
     """Why torch has no single call for scales that are neither per tensor nor per row."""
+    a, b, a_scale_inv, b_scale_inv = operands
     who, (m, k), n = "torch.nn.functional.scaled_mm", a.shape, b.shape[1]
     if not a.dtype == b.dtype == torch.float8_e4m3fn:
         return f"{who} takes scales of blocks for float8_e4m3fn operands only"
@@ -177,14 +263,10 @@ def why_not_fp32_scales(
 
 
 def multiply_fp32_scales(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    operands: Any, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """What `why_not` accepts. Never with fast accumulation: each 128 of K is added in FP32."""
+    a, b, a_scale_inv, b_scale_inv = operands
     scale_a, recipe_a = _fp32_scales(a_scale_inv, a)
     scale_b, recipe_b = _fp32_scales(b_scale_inv.t(), b.t())
     return functional.scaled_mm(

@@ -1,23 +1,34 @@
-"""Whether a kernel agrees with its reference: compared bit for bit on the op's examples, before its
-first use on a GPU."""
+"""Whether a kernel agrees with its reference: compared bit for bit on examples, before its first
+use on a GPU."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import backends
-
-if TYPE_CHECKING:
-    from .op import Op
+from . import backends, example_inputs, example_products
 
 logger = logging.getLogger("mixprec")
+
+
+def _no_examples(device: str) -> Iterator[list[Any]]:
+    raise RuntimeError(
+        "it has no example inputs to be compared on: give examples= to Op, or write a function of "
+        "its name in example_inputs"
+    )
+    yield []  # a generator: the error is one of the comparison
+
+
+def examples(op: str) -> Callable[[str], Iterator[list[Any]]]:
+    """The small inputs, on a device, of the op of that name."""
+    name = op.removesuffix("_")
+    default = getattr(example_products, name, _no_examples)
+    return getattr(example_inputs, name, default)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -42,18 +53,12 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
 
 
 def difference(
-    op: Op,
-    run: Callable[..., Any],
-    device: str,
-    skip: Callable[[tuple[Any, ...]], bool] | None = None,
+    run: Callable[..., Any], reference: Callable[..., Any], examples: Iterable[tuple[Any, Any]]
 ) -> str | None:
-    """How results and mutated arguments of `run` on `device` differ from those of the reference, or
-    the error; None if they do not. skip: whether `run` cannot take these arguments."""
-    reference = op.handle("reference")
+    """How results and mutated arguments of `run` differ from those of `reference`, or the error;
+    None if they do not. examples: the arguments twice, because they may be changed."""
     try:
-        for arguments, same in zip(op.examples(device), op.examples(device), strict=True):
-            if skip is not None and skip(tuple(arguments)):
-                continue
+        for arguments, same in examples:
             got = [*_tensors(run(*arguments)), *_tensors(arguments)]
             want = [*_tensors(reference(*same)), *_tensors(same)]
             if len(got) != len(want):
@@ -68,10 +73,28 @@ def difference(
     return None
 
 
+def is_possible(op: str, what: str, purpose: str) -> bool:
+    """Whether values can be computed and read now; RuntimeError while a CUDA graph is captured."""
+    if not backends.can_compare() and backends.is_capturing():
+        raise RuntimeError(
+            f"{op}: a graph is being captured and {what} has not run yet; run a step before the "
+            f"capture, as torch.cuda.graph asks, so that {purpose}"
+        )
+    return backends.can_compare()
+
+
+def report(op: str, reason: str, instead: str) -> None:
+    """Log why a kernel is not used, and what happens instead; an error with MIXPREC_STRICT=1."""
+    if os.environ.get("MIXPREC_STRICT") == "1":
+        raise RuntimeError(f"{op}: {reason}; please report it")
+    message = "%s: %s. %s; please report it. (MIXPREC_STRICT=1 makes this an error.)"
+    logger.error(message, op, reason, instead)
+
+
 # Numbers that choose random bits: no kernel is compiled for one of them.
 _RANDOM = ("seed", "counter", "indices")
 
-# Of a call, three tuples with an entry for each argument: see _kind.
+# Of a call, three tuples with an entry for each argument: see kind.
 Kind = tuple[tuple[Any, ...], ...]
 
 
@@ -105,7 +128,7 @@ def _of_argument(name: str, x: Any) -> tuple[Any, Any, Any]:
     return (float if type(x) is float else x), None, None
 
 
-def _kind(names: Sequence[str], args: Sequence[Any]) -> Kind:
+def kind(names: Sequence[str], args: Sequence[Any]) -> Kind:
     """What of a call decides which binary Triton makes: which kernel it is (dtypes, options,
     layouts, what is absent), then what that is specialised for: columns (and sizes of flat arrays)
     that are 1 or multiples of 16, then rows that are, and tensors that begin at multiples of 16
@@ -131,62 +154,14 @@ def _matches(call: tuple[Any, ...], example: tuple[Any, ...]) -> int:
     return sum(map(match, call, example))
 
 
-def most_like(op: Op, kind: Kind) -> set[Kind]:
-    """Of the op's examples, those that a call of this kind is compared on: of the kernel that is
+def most_like(call: Kind, examples: Iterable[Kind]) -> set[Kind]:
+    """Of the kinds of an op's examples, those that a call is compared on: of the kernel that is
     most like its own, the ones with columns most like it and the ones with rows most like it. These
     are the same but for, say, an odd number of rows of 4096 elements, which no example has."""
 
     def best(kinds: set[Kind], part: int) -> set[Kind]:
-        scores = {k: _matches(kind[part], k[part]) for k in kinds}
+        scores = {k: _matches(call[part], k[part]) for k in kinds}
         return {k for k, score in scores.items() if score == max(scores.values())}
 
-    kernels = best({_kind(op.arguments, example) for example in op.examples("cpu")}, 0)
+    kernels = best(set(examples), 0)
     return best(kernels, 1) | best(kernels, 2)
-
-
-def ready(
-    op: Op, backend: str, index: int, args: tuple[Any, ...] | None
-) -> Callable[..., Any] | None:
-    """The torch op of a variant, compared once on GPU `index`; None if it is left out.
-
-    A Triton kernel is compiled for each kind of call, so the examples most like the call's `args`
-    are compared; None: all of them.
-
-    A kernel that differs is reported once, as an error in the log, and the next variant takes its
-    place; with MIXPREC_STRICT=1 it is a RuntimeError.
-    """
-    by_kind = backend == "triton" and args is not None and not torch.compiler.is_compiling()
-    kind = _kind(op.arguments, args) if by_kind and args is not None else None
-    if (agreed := op.agreed.get((backend, index, kind))) is not None:
-        return agreed
-    run = op.handle(backend)
-    if not backends.can_compare():
-        if backends.is_capturing():
-            raise RuntimeError(
-                f"{op.name}: a graph is being captured and the {backend} kernel has not run yet; "
-                "run a step before the capture, as torch.cuda.graph asks, so that the kernel is "
-                "loaded and compared with its reference"
-            )
-        return run
-
-    def refused(example: tuple[Any, ...]) -> bool:
-        another = kinds is not None and _kind(op.arguments, example) not in kinds
-        return another or op.refusal(backend, op.Args(*example), index) is not None
-
-    with _disable_current_modes():  # counters of FLOPs, policies of checkpointing, ...
-        kinds = None if kind is None else most_like(op, kind)
-        found = difference(op, run, f"cuda:{index}", refused)
-    if found is None:
-        op.agreed[backend, index, kind] = run
-        return run
-    reason = f"the {backend} kernel does not agree with its reference on this GPU ({found})"
-    if os.environ.get("MIXPREC_STRICT") == "1":
-        raise RuntimeError(f"{op.name}: {reason}; please report it")
-    op.leave_out(backend, index, reason)
-    logger.error(
-        "%s: %s. It is left out and the next variant runs; please report it. (MIXPREC_STRICT=1 "
-        "makes this an error.)",
-        op.name,
-        reason,
-    )
-    return None

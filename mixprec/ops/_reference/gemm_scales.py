@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,25 +27,41 @@ def chunks(size: int) -> int:
     return (size + CHUNK - 1) // CHUNK
 
 
-def check_dtypes(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """They have dtypes that are multiplied with each other, and one device."""
+    checks.is_tensor(op, "a", a)
+    checks.is_tensor(op, "b", b)
     both_fp8 = a.dtype in checks.FP8 and b.dtype in checks.FP8
     if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16)):
         raise ValueError(
             f"{op}: a and b must both be float16, both bfloat16, or FP8 in any mix of "
             f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
         )
+    checks.on_device(op, "b", b, a.device, "a")
+
+
+def check_acc(
+    op: str, acc: torch.Tensor, shape: Sequence[int], meaning: str, on: torch.Tensor, /, **read: Any
+) -> None:
+    """acc is fp32 of this shape, on a's device, and overlaps with none of the tensors `read`."""
+    checks.matches(op, "acc", acc, (torch.float32,), on, shape, meaning, "a")
+    checks.is_writable(op, "acc", acc)
+    for name, t in read.items():
+        if t is not None and checks.ranges_overlap(acc, t):
+            raise ValueError(
+                f"{op}: acc is written while {name} is read, so they must not overlap in memory"
+            )
 
 
 def check(
-    op: str, name: str, t: torch.Tensor, rows: int, k: int, owner: torch.Tensor, *, is_b: bool
+    op: str, name: str, t: torch.Tensor | None, rows: int, k: int, a: torch.Tensor, *, is_b: bool
 ) -> None:
-    """t is fp32 on owner's device and has one element, or the shape of a granularity.
+    """t is None, or fp32 on a's device and has one element, or the shape of a granularity.
 
     rows: M for the scales of a, N for those of b, whose shapes are the transposes of a's.
     """
-    checks.has_dtype(op, name, t, (torch.float32,))
-    checks.on_device(op, name, t, owner.device, "a")
-    if t.numel() == 1:
+    checks.matches(op, name, t, (torch.float32,), a, owner="a")
+    if t is None or t.numel() == 1:
         return
     if t.dim() == 2:
         r, c = reversed(t.shape) if is_b else t.shape
@@ -203,11 +219,8 @@ def _check_scale(
     shapes: dict[str, tuple[int, ...]],
     a: torch.Tensor,
 ) -> None:
-    if t is None:
-        return
-    checks.has_dtype(op, name, t, (torch.float32,))
-    checks.on_device(op, name, t, a.device, "a")
-    if t.numel() != 1 and tuple(t.shape) not in shapes.values():
+    checks.matches(op, name, t, (torch.float32,), a, owner="a")
+    if t is not None and t.numel() != 1 and tuple(t.shape) not in shapes.values():
         fitting = ", ".join(f"{meaning} = {shape}" for meaning, shape in shapes.items())
         raise ValueError(
             f"{op}: {name} must hold one element or have one of the shapes {fitting}, got shape "

@@ -63,13 +63,22 @@ def random_bits(
     return halves.reshape(-1)[: shape.numel()].reshape(shape)
 
 
+def fp32_bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of an FP32 tensor as int64, from 0 on."""
+    return x.view(torch.int32).long() & _WORD
+
+
+def as_bf16(bits: torch.Tensor) -> torch.Tensor:
+    """The BF16 tensor with these bits, the low 16 of integers."""
+    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
 def stochastic_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """x (fp32) rounded to one of its two BF16 neighbours, up with probability `the part cut off`.
 
     Inf and NaN are unchanged.
     """
-    noisy = ((x.view(torch.int32).long() & _WORD) + bits) >> 16
-    rounded = noisy.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    rounded = as_bf16((fp32_bits(x) + bits) >> 16)
     return torch.where(torch.isfinite(x), rounded, x.to(torch.bfloat16))
 
 
@@ -79,7 +88,7 @@ def stochastic_24(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
     Inf and NaN are unchanged.
     """
-    noisy = ((x.view(torch.int32).long() & _WORD) + (bits & 0xFF)) & ~0xFF
+    noisy = (fp32_bits(x) + (bits & 0xFF)) & ~0xFF
     return torch.where(torch.isfinite(x), noisy.to(torch.int32).view(torch.float32), x)
 
 

@@ -1,14 +1,18 @@
-"""Examples of matrix products, attention and rotary embeddings; the latter have no GPU kernel."""
+"""Small inputs of matrix products, also of groups, and of attention: see example_inputs.
+
+Operands of a GEMM are small integers, whose sums are exact in FP32.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
-from .inputs import FLOATS, LOW, Arguments, integers, random, tensor
+from .example_inputs import FLOATS, LOW, Arguments, integers, random, tensor
 
-SHAPES = ((48, 64, 96), (19, 23, 70))  # M, N, K
+SIZES = ((48, 64, 96), (19, 23, 70))  # M, N, K
 PAIRS = [(d, d) for d in LOW] + [LOW[:2]]
 # Whether the stride of 1 is along M and along N.
 LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
@@ -32,7 +36,7 @@ def _scales(device: str) -> list[torch.Tensor]:
 def _plain(device: str, turned: list[tuple[bool, bool]]) -> Iterator[Arguments]:
     """Operands and scales, which torch's GEMM takes if the sizes are multiples of 16; turned: the
     layouts of 16-bit operands."""
-    for shape in SHAPES:
+    for shape in SIZES:
         for a, b in PAIRS:
             if a.itemsize == 1:
                 yield [*_operands(device, shape, a, b), *_scales(device)]
@@ -51,7 +55,7 @@ def _blocks(device: str) -> Iterator[Arguments]:
 
 
 def gemm(device: str) -> Iterator[Arguments]:
-    for shape in SHAPES:
+    for shape in SIZES:
         bias = torch.arange(shape[1], dtype=torch.float32, device=device)
         for a, b in PAIRS:
             scaled = [*_operands(device, shape, a, b), *_scales(device)]
@@ -68,7 +72,7 @@ def gemm(device: str) -> Iterator[Arguments]:
 def gemm_simulated(device: str) -> Iterator[Arguments]:
     for a, b in PAIRS:
         for arch in ("hopper", "blackwell"):
-            scaled = [*_operands(device, SHAPES[1], a, b), *_scales(device)]
+            scaled = [*_operands(device, SIZES[1], a, b), *_scales(device)]
             yield [*scaled, None, torch.float32, False, arch]
 
 
@@ -102,6 +106,34 @@ def attention_backward(device: str) -> Iterator[Arguments]:
         yield [g.float() if causal else g, q, k, v, out, logsumexp, remainder, causal, scale]
 
 
+CLASSES = ((32, 1040), (27, 1031))
+
+
+def cross_entropy(device: str) -> Iterator[Arguments]:
+    """Exponentials are 1 or 0, whose sums are exact, as are those of the logits."""
+    for n, t in CLASSES:
+        drawn = integers(device, (n, t), torch.float32)
+        logits = (drawn > 0).float() * 258.0 - 256.0
+        logits[3] = -math.inf
+        rows = tensor(device, [-math.inf, 0.0, math.nan, 0.0]).repeat(n, 1)
+        rows[1::2] = tensor(device, [2.0, 3.0, 2.0, -6.0])
+        target = (torch.arange(n, device=device) * 37) % (2 * t) - 1
+        yield [logits, target, rows, 0, 0.0]
+        yield [logits, target, rows, t, 0.0]
+
+
+def cross_entropy_backward(device: str) -> Iterator[Arguments]:
+    for n, t in CLASSES:
+        logits = random(device, 1, (n, t)) * 8
+        logits[7, 3], logits[-1, -1], logits[2, 2] = math.nan, -math.inf, 300.0
+        logsumexp, weight = random(device, 2, (n,)) + 16, random(device, 3, (n,))
+        weight[5] = 0.0
+        target = (torch.arange(n, device=device) * 37) % (2 * t) - 1
+        for i, dtype in enumerate(FLOATS):
+            settings = (0.1, 1e-3, 30.0) if i else (0.0, 0.0, 0.0)
+            yield [logits, target, logsumexp, weight, t * (i % 2), 3 * t, *settings, dtype]
+
+
 def rotary(device: str) -> Iterator[Arguments]:
     for half in (16, 5):
         cos, sin = (random(device, seed, (9, half)) for seed in (1, 2))
@@ -109,3 +141,48 @@ def rotary(device: str) -> Iterator[Arguments]:
         for dtype in FLOATS:
             for interleaved in (False, True):
                 yield [x.to(dtype), cos, sin, interleaved]
+
+
+GROUPED_ROWS = ((48, 144, 32), (45, 143, 31))  # S, K, N
+GROUPED_K = ((16, 304, 32), (15, 301, 31))  # M, S, N
+POWERS = (1.0, 2.0, 0.5, 4.0)
+
+
+def _powers(device: str, *shape: int) -> torch.Tensor:
+    n = torch.Size(shape).numel()
+    return tensor(device, POWERS).repeat(-(-n // len(POWERS)))[:n].view(shape)
+
+
+def _rows(device: str) -> Iterator[Arguments]:
+    """a, b, their scales and offs, with an empty group and rows beyond the last."""
+    offs = tensor(device, [3, 3, 38, 44], torch.int32)
+    for s, k, n in GROUPED_ROWS:
+        for a_dtype, b_dtype in PAIRS:
+            a = integers(device, (s, k), a_dtype)
+            b = integers(device, (4 * n, k), b_dtype).view(4, n, k).transpose(1, 2)
+            yield [a, b, None, None, offs]
+            yield [a, b, _powers(device, s, 1), _powers(device, 4, 1, n), offs]
+        yield [a, b, _powers(device, s, 2), _powers(device, 4, 2, 1), offs]
+
+
+def _k(device: str) -> Iterator[Arguments]:
+    for m, s, n in GROUPED_K:
+        offs = tensor(device, [128, 128, s - 4], torch.int32)
+        for a_dtype, b_dtype in PAIRS:
+            a, b = integers(device, (s, m), a_dtype).t(), integers(device, (s, n), b_dtype)
+            yield [a, b, None, None, offs]
+            yield [a, b, _powers(device, 3, m, 1), _powers(device, 3, 1, n), offs]
+        yield [a, b, _powers(device, m, 3), _powers(device, 3, n), offs]
+
+
+def gemm_grouped(device: str) -> Iterator[Arguments]:
+    for operands in (*_rows(device), *_k(device)):
+        dtype = operands[0].dtype
+        yield [*operands, torch.bfloat16 if dtype.itemsize == 1 else dtype, False]
+
+
+def gemm_grouped_accumulate(device: str) -> Iterator[Arguments]:
+    for operands in _k(device):
+        a, b, *_, offs = operands
+        shape = (len(offs), a.shape[0], b.shape[1])
+        yield [integers(device, shape, torch.float32), *operands]
