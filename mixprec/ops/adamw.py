@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -113,4 +113,6 @@ def adamw_(
     (Loshchilov, Hutter, 2019).
     """
     settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-    adamw_op.run(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, lr, settings, **options)
+    adamw_op.run(
+        params, grads, [exp_avgs, exp_avg_sqs], masters, steps, settings, Options(lr, **options)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
 
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
@@ -62,4 +62,4 @@ def lion_(
     al., 2023).
     """
     settings = (beta1, beta2, weight_decay)
-    lion_op.run(params, grads, [exp_avgs], masters, steps, lr, settings, **options)
+    lion_op.run(params, grads, [exp_avgs], masters, steps, settings, Options(lr, **options))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
 
 
 def _formula(
@@ -52,5 +52,5 @@ def muon_direction_(
     """
     settings = (momentum, nesterov)
     muon_direction_op.run(
-        params, grads, [momentum_buffers], masters, steps, lr, settings, **options
+        params, grads, [momentum_buffers], masters, steps, settings, Options(lr, **options)
     )

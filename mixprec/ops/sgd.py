@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
 
 
 def _formula(
@@ -64,4 +64,4 @@ def sgd_(
     et al., 2013), in the form of torch.optim.SGD.
     """
     settings = (momentum, dampening, weight_decay, nesterov)
-    sgd_op.run(params, grads, [momentum_buffers], masters, steps, lr, settings, **options)
+    sgd_op.run(params, grads, [momentum_buffers], masters, steps, settings, Options(lr, **options))

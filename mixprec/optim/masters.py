@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_map
 
 from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
-from . import _batches
 from ._base import Optimizer
-from ._batches import Batch
-from ._state import Policy
-from ._state8 import checked
+from ._batches import Batch, on_device
+from ._state import Policy, checked
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,9 +111,7 @@ class Masters(Optimizer):
         wide = [self._wide.tensors[p] for p in params]
         for batch in batches:
             for p in batch.params:
-                factors = [
-                    _batches.on_device(batch.device, f) for f in (unscale, clips.get(batch.group))
-                ]
+                factors = [on_device(batch.device, f) for f in (unscale, clips.get(batch.group))]
                 self._wide.tensors[p].grad = self._gradient(p, factors)
         inner.step()
         self.state.update(_not_of_params(inner.state))
@@ -183,7 +179,7 @@ class Masters(Optimizer):
         if "master" in saved:
             if p.dtype not in (*LOW_PRECISION, torch.float32):
                 raise ValueError(f"{who}: the state holds a master, and its param is in {p.dtype}")
-            state["master"] = checked(who, "master", p, saved["master"], torch.float32, ())
+            state["master"] = checked(who, "master", p, saved["master"], torch.float32)
         return state
 
     def __getstate__(self) -> dict[str, Any]:
