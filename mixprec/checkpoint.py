@@ -62,6 +62,7 @@ def save_checkpoint(
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"save_checkpoint: step must be an int, got {step!r}")
+    _masters.attach()
     parts = _parts(model=model, optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler)
     checkpoint = {
         "format": FORMAT,
@@ -104,6 +105,7 @@ def load_checkpoint(
     value that would become Inf is a ValueError.
     """
     where = f"load_checkpoint: {os.fspath(path)}"
+    _masters.attach()
     # Load the model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
     checkpoint = read(path, where)
@@ -265,7 +267,7 @@ def _through_masters(
         if not isinstance(param, torch.Tensor) or value.dtype == param.dtype:
             continue
         if master is None:
-            master = (_masters.find(param) or {}).get("master")
+            master = (_masters.known(param) or {}).get("master")
         if master is not None and master.is_floating_point():
             follows = master.cpu().to(value.dtype) == value
             weights[name] = torch.where(follows, master.cpu(), value.to(master.dtype))
@@ -291,7 +293,7 @@ def _set_masters(
             value = param.detach().float()
         form = "master" if value.is_floating_point() else "remainder"
         value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
-        known: Any = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
+        known: Any = (_masters.known(param) or {}).get(form)  # the optimizer's state has it
         has_it = known is not None and not known.is_meta and known.dtype == value.dtype
         if not (has_it and torch.equal(known, value)):
             _masters.put(param, form, value)

@@ -11,19 +11,20 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from .. import _local_gradients, ops, scaling
+from .._local_gradients import gradient_of
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
-from .optimizers import (
-    UnscalesPrepared,
+from .reader import (
+    GradReader,
+    Lagged,
     any_flag,
-    has_fp16_gradient,
-    has_gradient,
+    check_,
+    has_work,
+    params_of,
     step_prepared,
-    steps_locally,
     unscales_itself,
     unwrap,
 )
-from .reader import GradReader, Lagged, check_
 from .rules import NEVER, TORCH_STATE, check, check_device, power
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 
-class GradScaler(UnscalesPrepared):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses by a factor that shrinks when gradients overflow and grows when they do not.
 
     A drop-in replacement for torch.amp.GradScaler, and a subclass of it: the same methods, order
@@ -221,7 +222,7 @@ class GradScaler(UnscalesPrepared):
             }
         if not ours:
             return super().step(optimizer, *args, **kwargs)
-        if not unscaled and (has_gradient(optimizer) or not steps_locally(optimizer)):
+        if not unscaled and has_work(optimizer):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
             raise AssertionError(
@@ -262,10 +263,8 @@ class GradScaler(UnscalesPrepared):
             )
         assert self._hysteresis_tracker is not None, "created with the scale"
         assert self._counters is not None, "created with the scale"
-        is_one = len(flags) == 1 and (flags[0].device, flags[0].dtype) == (
-            scale.device,
-            scale.dtype,
-        )
+        kinds = [(flag.device, flag.dtype) for flag in flags]
+        is_one = kinds == [(scale.device, scale.dtype)]
         share, threshold = None, self._grow_on_underflow
         if threshold is not None:
             share = self._reader.underflow_share(self._per_optimizer_states, scale.device)
@@ -308,6 +307,9 @@ class GradScaler(UnscalesPrepared):
             "(Names come from model=, or from an optimizer made with named_parameters().)"
         )
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(unwrap("GradScaler.unscale_", optimizer) if self._enabled else optimizer)
+
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
     @_disable_dynamo
     def _unscale_grads_(
@@ -318,7 +320,8 @@ class GradScaler(UnscalesPrepared):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         ours = unscales_itself(optimizer)
-        if ours and not self._warned_fp16 and has_fp16_gradient(optimizer):
+        grads = map(gradient_of, params_of(optimizer) if ours and not self._warned_fp16 else ())
+        if any(grad is not None and grad.dtype == torch.float16 for grad in grads):
             self._warned_fp16 = True
             warnings.warn(
                 "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "

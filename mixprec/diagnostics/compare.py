@@ -176,8 +176,9 @@ def compare(
             if recipe.needs_loss_scaling:
                 scaler = make_scaler() if make_scaler else GradScaler(device.type)
         optimizer = (make_optimizer or adamw)(model)
+        _masters.attach()
         for p in model.parameters():
-            if "optimizer" not in (_masters.find(p) or {}):  # else one of ours updates it
+            if "optimizer" not in (_masters.known(p) or {}):  # else one of ours updates it
                 _masters.forget(p)
         run = TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
         if isinstance(recipe, Recipe) and recipe.outliers:
