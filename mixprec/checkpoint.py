@@ -168,19 +168,14 @@ def _with_names_of(model: Any, saved: Any) -> Any:
     return {own.get(key, key): value for key, value in plain.items()}
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _parts(**arguments: Any) -> dict[str, Any]:
     """The objects given by their names in the file: "optimizer", or "optimizer[0]" of several."""
     parts = {}
     for name, value in arguments.items():
-        several = isinstance(value, (list, tuple))
-        for i, part in enumerate(_as_list(value)):
-            parts[f"{name}[{i}]" if several else name] = part
+        if isinstance(value, (list, tuple)):
+            parts.update({f"{name}[{i}]": part for i, part in enumerate(value)})
+        elif value is not None:
+            parts[name] = value
     return parts
 
 

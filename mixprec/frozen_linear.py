@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .formats import E2M1, E4M3
+from .formats import E2M1, E4M3, Format
 from .nn._region import is_for_onnx
 from .ops import dequantize, quantize
 from .ops._dispatch import checks
@@ -45,12 +45,27 @@ def _to_int8(weight: torch.Tensor) -> Tensors:
     return {"weight_codes": data, "weight_scale_inv": scale_inv}
 
 
+def _cast(weight: torch.Tensor, fmt: Format, **options: Any) -> Tensors:
+    _check_finite(weight)
+    q = quantize(weight, fmt, **options)
+    tensors = {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
+    if q.tensor_scale_inv is not None:
+        tensors["weight_tensor_scale_inv"] = q.tensor_scale_inv
+    return tensors
+
+
 def _to_fp8(weight: torch.Tensor) -> Tensors:
     if weight.is_meta:
         return _empty_rows(weight, E4M3.dtype)
-    _check_finite(weight)
-    q = quantize(weight, E4M3, granularity="row", power_of_two_scale=False)
-    return {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
+    return _cast(weight, E4M3, granularity="row", power_of_two_scale=False)
+
+
+def _to_mxfp4(weight: torch.Tensor) -> Tensors:
+    return _cast(weight, E2M1, granularity="mx", scale_mode="even")  # the smallest error in E2M1
+
+
+def _to_nvfp4(weight: torch.Tensor) -> Tensors:
+    return _cast(weight, E2M1, granularity="nvfp4")
 
 
 def _empty_rows(weight: torch.Tensor, dtype: torch.dtype) -> Tensors:
@@ -66,28 +81,11 @@ def _from_rows(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(Quantized(codes, scale_inv, scale_inv, None, None, E4M3, "row"), dtype)
 
 
-def _to_mxfp4(weight: torch.Tensor) -> Tensors:
-    _check_finite(weight)
-    q = quantize(weight, E2M1, granularity="mx", scale_mode="even")  # the smallest error in E2M1
-    return {"weight_codes": q.data, "weight_scale_inv": q.scale_inv}
-
-
-def _to_nvfp4(weight: torch.Tensor) -> Tensors:
-    _check_finite(weight)
-    q = quantize(weight, E2M1, granularity="nvfp4")
-    assert q.tensor_scale_inv is not None
-    return {
-        "weight_codes": q.data,
-        "weight_scale_inv": q.scale_inv,
-        "weight_tensor_scale_inv": q.tensor_scale_inv,
-    }
-
-
 def _from_blocks(layer: FrozenLinear, dtype: torch.dtype) -> torch.Tensor:
     codes, scale_inv = layer.weight_codes, layer.weight_scale_inv
     granularity = "mx" if layer.fmt == "mxfp4" else "nvfp4"
-    of_tensor = layer._buffers.get("weight_tensor_scale_inv")
-    q = Quantized(codes, scale_inv, scale_inv, None, None, E2M1, granularity, of_tensor)
+    tensor_scale_inv = layer._buffers.get("weight_tensor_scale_inv")
+    q = Quantized(codes, scale_inv, scale_inv, None, None, E2M1, granularity, tensor_scale_inv)
     q = q._replace(columns=layer.in_features)
     return _blocks_for_onnx(q, dtype) if is_for_onnx() else dequantize(q, dtype)
 

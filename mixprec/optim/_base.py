@@ -16,7 +16,7 @@ from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks, equal_masters
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops import inv_scale
-from ..ops._dispatch.optimizer_update import Options, Tensors, UpdateOp
+from ..ops._dispatch.optimizer_update import Options, UpdateOp
 from . import _batches, _settings
 from ._batches import Batch, Batches, on_device
 from ._release import Releases, refusal
@@ -352,16 +352,8 @@ class Optimizer(SavedOptimizer):
                 scales(batch.states, batch.moments) if policy.state_dtype == CODES else (),
             )
             steps = self._batches.steps(batch)
-            self._update(group, batch.data, batch.grads, states, masters, steps, options)
+            self._update(group, options, batch.data, batch.grads, states, masters, steps)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: Tensors,
-        grads: Tensors,
-        states: list[list[torch.Tensor]],
-        masters: Tensors,
-        steps: torch.Tensor,
-        options: Options,
-    ) -> None:
-        self._op.run(params, grads, states, masters, steps, self._numbers(group), options)
+    def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
+        """tensors: params, grads, a list for each moment of the group, masters, steps."""
+        self._op.run(*tensors, self._numbers(group), options)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops._dispatch.optimizer_update import Options, Tensors
+from ..ops._dispatch.optimizer_update import Options
 from ..ops.adamw import adamw_op
 from ..ops.muon_direction import muon_direction_op
 from ..ops.sgd import sgd_op
@@ -148,25 +148,16 @@ class Muon(Optimizer):
         self._sharded = {id(part): p for part, p in parts if is_sharded(p)}
         super()._update_batches(batches, *args)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: Tensors,
-        grads: Tensors,
-        states: list[list[torch.Tensor]],
-        masters: Tensors,
-        steps: torch.Tensor,
-        options: Options,
-    ) -> None:
+    def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
         if not group["use_muon"]:
-            settings = numbers(group, True)
-            adamw_op.run(params, grads, states, masters, steps, settings, options)
+            adamw_op.run(*tensors, numbers(group, True), options)
             return
+        params, grads, (buffers,), masters, steps = tensors
         direction = options._replace(lr=0.0, stochastic_rounding=False)
         update = options._replace(
             maximize=False, max_value=math.inf, inv_scale=None, clip=None, state_scales=()
         )
-        for i, (param, buffer) in enumerate(zip(params, *states, strict=True)):
+        for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
             one = slice(i, i + 1)
             indices = options.indices[one]
             wide = torch.float64 if param.dtype == torch.float64 else torch.float32
