@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import _masters, _random_state
-from ._checkpoint_file import FORMAT, VERSION, check_plain, read, replace_file, write
+from . import _checkpoint_file as files
+from . import _masters
 from ._local_gradients import LOW_PRECISION, is_sharded
 from .nn._layer import Layer
 from .ops import export_master
@@ -65,18 +65,18 @@ def save_checkpoint(
     _masters.attach()
     parts = _parts(model=model, optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler)
     checkpoint = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": files.FORMAT,
+        "version": files.VERSION,
         "step": step,
         "extra": extra,
-        "rng": _random_state.get() if rng else None,
+        "rng": files.random_states() if rng else None,
         "classes": {name: type(part).__name__ for name, part in parts.items()},
         **{name: _state_of(name, part) for name, part in parts.items()},
         "masters": {n: _masters_of(part) for n, part in parts.items() if n.startswith("model")},
     }
     for name, value in checkpoint.items():
-        check_plain(name, value)
-    replace_file(path, lambda temporary: write(checkpoint, temporary))
+        files.check_plain(name, value)
+    files.replace_file(path, lambda temporary: files.write(checkpoint, temporary))
 
 
 def load_checkpoint(
@@ -108,7 +108,7 @@ def load_checkpoint(
     _masters.attach()
     # Load the model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
-    checkpoint = read(path, where)
+    checkpoint = files.read(path, where)
     for name, part in parts.items():
         if name not in checkpoint:
             held = ", ".join(checkpoint["classes"]) or "none of them"
@@ -121,7 +121,7 @@ def load_checkpoint(
             if saved != own:
                 raise ValueError(f"{where}: {name} was saved from {saved}, got {own}")
     if rng:
-        _random_state.check(where, checkpoint["rng"])
+        files.check_random_states(where, checkpoint["rng"])
     with ExitStack() as undo:
         records = _masters.undo_of(_parameters(parts.values()))
         for name, part in parts.items():
@@ -142,7 +142,7 @@ def load_checkpoint(
                 raise ValueError(f"{where}: {name}: {error}") from error
         undo.pop_all()
     if rng:
-        _random_state.put(checkpoint["rng"])
+        files.set_random_states(checkpoint["rng"])
     return {"step": checkpoint["step"], "extra": checkpoint["extra"]}
 
 

@@ -153,8 +153,9 @@ class GradReader:
 class Lagged:
     """The latest value of a small tensor whose copy to the host has completed."""
 
-    def __init__(self) -> None:
-        self._arrived: torch.Tensor | None = None
+    def __init__(self, values: list[int]) -> None:
+        """values: the latest before the first push."""
+        self._arrived = torch.tensor(values, device="cpu")
         self._pending: deque[tuple[torch.Tensor, torch.Event]] = deque()
 
     def push(self, tensor: torch.Tensor) -> None:
@@ -170,11 +171,11 @@ class Lagged:
         event.record()
         self._pending.append((pinned, event))
 
-    def latest(self) -> list[int] | None:
-        """The latest copy that is complete, None before the first."""
+    def latest(self) -> list[int]:
+        """The latest copy that is complete."""
         while self._pending and self._pending[0][1].query():
             self._arrived = self._pending.popleft()[0]
-        return None if self._arrived is None else self._arrived.tolist()
+        return self._arrived.tolist()
 
 
 def unwrap(who: str, optimizer: Any) -> torch.optim.Optimizer:

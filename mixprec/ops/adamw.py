@@ -114,5 +114,5 @@ def adamw_(
     """
     settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
     adamw_op.run(
-        params, grads, [exp_avgs, exp_avg_sqs], masters, steps, settings, Options(lr, **options)
+        settings, Options(lr, **options), params, grads, [exp_avgs, exp_avg_sqs], masters, steps
     )

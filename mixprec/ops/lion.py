@@ -62,4 +62,4 @@ def lion_(
     al., 2023).
     """
     settings = (beta1, beta2, weight_decay)
-    lion_op.run(params, grads, [exp_avgs], masters, steps, settings, Options(lr, **options))
+    lion_op.run(settings, Options(lr, **options), params, grads, [exp_avgs], masters, steps)

@@ -52,5 +52,5 @@ def muon_direction_(
     """
     settings = (momentum, nesterov)
     muon_direction_op.run(
-        params, grads, [momentum_buffers], masters, steps, settings, Options(lr, **options)
+        settings, Options(lr, **options), params, grads, [momentum_buffers], masters, steps
     )

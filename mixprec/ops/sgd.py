@@ -64,4 +64,4 @@ def sgd_(
     et al., 2013), in the form of torch.optim.SGD.
     """
     settings = (momentum, dampening, weight_decay, nesterov)
-    sgd_op.run(params, grads, [momentum_buffers], masters, steps, settings, Options(lr, **options))
+    sgd_op.run(settings, Options(lr, **options), params, grads, [momentum_buffers], masters, steps)

@@ -160,7 +160,7 @@ class Optimizer(SavedOptimizer):
             if main is not None and (keep or p.grad is None) and not is_copy(main):
                 main.detach().zero_()
             elif main is not None:
-                p.main_grad = None
+                p.main_grad = None  # type: ignore[attr-defined]
 
     def reload_model_params(self) -> None:
         """Take the values of the params into their masters at the next step.
@@ -334,13 +334,14 @@ class Optimizer(SavedOptimizer):
             policy = self._policy_of(group)
             states = [[s[name] for s in batch.states] for name in batch.moments]
             kept = batch.states if batch.has_master else []
-            masters = [s.get("master", s.get("remainder")) for s in kept]
+            masters: list[Any] = [s.get("master", s.get("remainder")) for s in kept]
             if batch.data is not batch.params:  # they are sharded
                 states = [list(map(local, tensors)) for tensors in states]
                 masters = list(map(local, masters))
-            lr = group["lr"]
+            lr: Any = group["lr"]
+            lr = on_device(device, lr) if isinstance(lr, torch.Tensor) else lr
             options = Options(
-                on_device(device, lr) if isinstance(lr, torch.Tensor) else lr,
+                lr,
                 group["maximize"],
                 math.inf if self.max_grad_value is None else self.max_grad_value,
                 policy.stochastic_rounding,
@@ -349,11 +350,11 @@ class Optimizer(SavedOptimizer):
                 on_device(device, unscale),
                 on_device(device, clips.get(batch.group)),
                 on_device(device, found_inf),
-                scales(batch.states, batch.moments) if policy.state_dtype == CODES else (),
+                scales(batch.states, batch.moments) if policy.state_dtype == CODES else [],
             )
             steps = self._batches.steps(batch)
             self._update(group, options, batch.data, batch.grads, states, masters, steps)
 
     def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
         """tensors: params, grads, a list for each moment of the group, masters, steps."""
-        self._op.run(*tensors, self._numbers(group), options)
+        self._op.run(self._numbers(group), options, *tensors)

@@ -58,7 +58,7 @@ class _Updated(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        is_value = isinstance(result, torch.Tensor) and func != torch.Tensor.grad.__get__
+        is_value = isinstance(result, torch.Tensor) and func != torch.Tensor.grad.__get__  # type: ignore[union-attr]
         if is_value and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "release_gradients=True: a checkpoint that backward computes again calls "

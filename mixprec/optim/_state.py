@@ -255,9 +255,9 @@ def _restored_moment(
         if dtype != CODES:
             return {moment: values}
         entries = _zero_codes(param, moment)
-        codes, scale = state8.encode(local(values).float(), _kind(moment))
-        local(entries[moment]).copy_(codes)
-        entries[moment + _SCALE].copy_(scale)
+        encoded, block_scale = state8.encode(local(values).float(), _kind(moment))
+        local(entries[moment]).copy_(encoded)
+        entries[moment + _SCALE].copy_(block_scale)
         return entries
     codes = checked(who, moment, param, values, CODES)
     scale: Any = saved.get(moment + _SCALE)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,6 +55,7 @@ class Masters(Optimizer):
     _optional: ClassVar[dict[str, Any]] = {}
     _moment_names = ()  # of ours
     _group_options = ()
+    _KEPT = (*Optimizer._KEPT, "_kind", "_options")
 
     def __init__(
         self,
@@ -182,13 +183,6 @@ class Masters(Optimizer):
             state["master"] = checked(who, "master", p, saved["master"], torch.float32)
         return state
 
-    def __getstate__(self) -> dict[str, Any]:
-        policy = replace(self._wide, tensors={})
-        return {
-            **super().__getstate__(),
-            **{"_kind": self._kind, "_options": self._options, "_policy": policy},
-        }
-
 
 @dataclass(frozen=True)
 class _Wide(Policy):
@@ -208,6 +202,10 @@ class _Wide(Policy):
 
     def create(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
         """`kind` does."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = self.who, self.number, self.master_weights, self.state_dtype
+        return _Wide, (*fields, self.stochastic_rounding)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -150,12 +150,12 @@ class Muon(Optimizer):
 
     def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
         if not group["use_muon"]:
-            adamw_op.run(*tensors, numbers(group, True), options)
+            adamw_op.run(numbers(group, True), options, *tensors)
             return
         params, grads, (buffers,), masters, steps = tensors
         direction = options._replace(lr=0.0, stochastic_rounding=False)
         update = options._replace(
-            maximize=False, max_value=math.inf, inv_scale=None, clip=None, state_scales=()
+            maximize=False, max_value=math.inf, inv_scale=None, clip=None, state_scales=[]
         )
         for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
             one = slice(i, i + 1)
@@ -163,22 +163,22 @@ class Muon(Optimizer):
             wide = torch.float64 if param.dtype == torch.float64 else torch.float32
             d = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
             muon_direction_op.run(
+                (group["momentum"], group["nesterov"]),
+                direction._replace(indices=indices),
                 [d],
                 grads[one],
                 [[buffer]],
                 [],
                 steps[one].clone(),  # sgd_ counts the step
-                (group["momentum"], group["nesterov"]),
-                direction._replace(indices=indices),
             )
             sgd_op.run(
+                (0.0, 0.0, group["weight_decay"], False),
+                update._replace(indices=indices),
                 [param],
                 [_orthogonal(d, self._sharded.get(id(param), param), group)],
                 [],
                 masters[one],
                 steps[one],
-                (0.0, 0.0, group["weight_decay"], False),
-                update._replace(indices=indices),
             )
 
 

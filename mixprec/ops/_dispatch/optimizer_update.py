@@ -200,13 +200,13 @@ class UpdateOp(Op):
 
     def run(
         self,
+        settings: Sequence[float],
+        options: Options,
         params: Tensors,
         grads: Tensors,
         states: Sequence[Tensors],
         masters: Tensors,
         steps: torch.Tensor,
-        settings: Sequence[float],
-        options: Options,
     ) -> None:
         """One step; states: a list for each of the names; none for a stateless step."""
         for name, tensors in zip(("params", *self.states), (params, *states), strict=False):
