@@ -138,27 +138,20 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker = self._hysteresis_tracker.to(dev)
         self._counters = self._counters.to(dev)
 
-    def _counter(self, i: int) -> torch.Tensor:
-        return self._counters[i].clone()
-
     @property
     def skipped(self) -> torch.Tensor:
         """How many updates found an overflow: int64 [], a copy on the scale's device."""
-        return self._counter(0)
+        return self._counters[0].clone()
 
     @property
     def applied_steps(self) -> torch.Tensor:
         """How many updates found none, in any optimizer: the count for an LR schedule."""
-        return self._counter(1)
+        return self._counters[1].clone()
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the latest update overflowed; on a GPU, the latest that the host has read."""
-        return self._skipped_in_a_row() > 0
-
-    def _skipped_in_a_row(self) -> int:
-        """As known to the host."""
-        return self._lagged.latest()[2]
+        return self._lagged.latest()[2] > 0
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
         """Which parameters' gradients held Inf or NaN, and how many, the worst first: for each
@@ -287,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _watch(self, limit: int) -> None:
         """Raise or call back after every `limit` skipped updates in a row known to the host."""
-        in_a_row = self._skipped_in_a_row()
+        in_a_row = self._lagged.latest()[2]
         before, self._reported = self._reported, in_a_row // limit
         if self._reported <= before:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, UpdateOptions, rounded
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -113,6 +113,5 @@ def adamw_(
     (Loshchilov, Hutter, 2019).
     """
     settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-    adamw_op.run(
-        settings, Options(lr, **options), params, grads, [exp_avgs, exp_avg_sqs], masters, steps
-    )
+    given = UpdateOptions(lr, **options)
+    adamw_op.run(settings, given, params, grads, [exp_avgs, exp_avg_sqs], masters, steps)

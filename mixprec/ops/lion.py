@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, UpdateOptions, rounded
 
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
@@ -62,4 +62,5 @@ def lion_(
     al., 2023).
     """
     settings = (beta1, beta2, weight_decay)
-    lion_op.run(settings, Options(lr, **options), params, grads, [exp_avgs], masters, steps)
+    given = UpdateOptions(lr, **options)
+    lion_op.run(settings, given, params, grads, [exp_avgs], masters, steps)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, UpdateOptions, rounded
 
 
 def _formula(
@@ -51,6 +51,5 @@ def muon_direction_(
     2024), in the form of torch.optim.Muon.
     """
     settings = (momentum, nesterov)
-    muon_direction_op.run(
-        settings, Options(lr, **options), params, grads, [momentum_buffers], masters, steps
-    )
+    given = UpdateOptions(lr, **options)
+    muon_direction_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)

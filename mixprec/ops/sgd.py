@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Options, Step, Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, UpdateOptions, rounded
 
 
 def _formula(
@@ -64,4 +64,5 @@ def sgd_(
     et al., 2013), in the form of torch.optim.SGD.
     """
     settings = (momentum, dampening, weight_decay, nesterov)
-    sgd_op.run(settings, Options(lr, **options), params, grads, [momentum_buffers], masters, steps)
+    given = UpdateOptions(lr, **options)
+    sgd_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)

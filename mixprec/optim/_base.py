@@ -16,10 +16,10 @@ from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks, equal_masters
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops import inv_scale
-from ..ops._dispatch.optimizer_update import Options, UpdateOp
+from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
 from . import _batches, _settings
 from ._batches import Batch, Batches, on_device
-from ._release import Releases, refusal
+from ._release import Releases
 from ._state import CODES, Policy, described, dtype_of, scales
 from ._state_dict import SavedOptimizer
 
@@ -110,10 +110,6 @@ class Optimizer(SavedOptimizer):
             self.param_groups.pop()
             raise
         self._set_up_params()
-
-    def _check_params(self, params: list[torch.Tensor], who: str) -> None:
-        if reason := refusal(self, params):
-            raise ValueError(f"{who}: {reason}")
 
     def _any_low(self) -> bool:
         return any(p.dtype in LOW_PRECISION for p in self._params())
@@ -340,7 +336,7 @@ class Optimizer(SavedOptimizer):
                 masters = list(map(local, masters))
             lr: Any = group["lr"]
             lr = on_device(device, lr) if isinstance(lr, torch.Tensor) else lr
-            options = Options(
+            options = UpdateOptions(
                 lr,
                 group["maximize"],
                 math.inf if self.max_grad_value is None else self.max_grad_value,
@@ -355,6 +351,6 @@ class Optimizer(SavedOptimizer):
             steps = self._batches.steps(batch)
             self._update(group, options, batch.data, batch.grads, states, masters, steps)
 
-    def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
+    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
         """tensors: params, grads, a list for each moment of the group, masters, steps."""
         self._op.run(self._numbers(group), options, *tensors)

@@ -49,8 +49,7 @@ def is_released(gradient: torch.Tensor | None) -> bool:
 
 
 class _Updated(nn.Parameter):
-    """The class of a param from its update to step(): RuntimeError where backward reads it, as a
-    checkpoint that is computed again may."""
+    """A param from its update to step(): RuntimeError if backward reads it, as checkpoints may."""
 
     __new__ = staticmethod(lambda cls, *args: nn.Parameter(*args))  # type: ignore[assignment]
 
@@ -70,20 +69,19 @@ class _Updated(nn.Parameter):
 
 
 class Releases:
-    """The updates of one optimizer inside its backward passes: the hook of its params, which does
-    not keep it alive."""
+    """The hook that updates the params of an optimizer in backward, without keeping it alive."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self._who = type(optimizer).__name__
         self._lock = threading.Lock()  # backward has a thread for each device
         self.batches: dict[int, _batches.Batches] = {}  # by param, each in a batch of its own
-        self.rehearses = False  # backward frees gradients, and updates nothing
         self._is_open = False  # from the first update to the end of step()
+        self.rehearses = False  # backward frees gradients, and updates nothing
         self._updated: dict[int, torch.Tensor] = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Be the hook of all that are trained: a frozen one gets it when it is no longer."""
+        """Be the hook of all that are trained, a frozen one when it is no longer."""
         _local_gradients.start()
         for p in params:
             if p.requires_grad and self not in _hooks(p):
@@ -140,13 +138,13 @@ class Releases:
         self._is_open = True
 
     def _update(self, p: torch.Tensor) -> None:
-        optimizer, g = self.optimizer(), self._group_of[id(p)]
-        assert optimizer is not None, "it has called this"
+        optimizer: Any = self.optimizer()
+        g = self._group_of[id(p)]
         self._updated[id(p)] = p
         batches = self.batches.setdefault(id(p), _batches.Batches(self._who))
         group, overflow = optimizer.param_groups[g], None
-        moments, policy = optimizer._moments(group), optimizer._policy_of(group)
-        batch = list(batches.of_group(g, [p], optimizer.state, moments, policy))
+        kinds = optimizer._moments(group), optimizer._policy_of(group)
+        batch = list(batches.of_group(g, [p], optimizer.state, *kinds))
         if optimizer._low:
             overflow = torch.zeros((), dtype=torch.float32, device=p.device)
             sums = _batches.read_norms(batch, None, overflow, optimizer.grad_counts)
@@ -206,8 +204,7 @@ class Releases:
             optimizer.grad_counts.finish(optimizer._last_skip)
             optimizer.skipped = optimizer.skipped.to(self._home) + (overflow != 0)
         for g, sums in self._sums.items():
-            sums = [each.to(self._home, non_blocking=True) for each in sums]
-            optimizer._sums[g] = torch.cat(sums)
+            optimizer._sums[g] = torch.cat([s.to(self._home, non_blocking=True) for s in sums])
         self.watch(optimizer._params())
 
 

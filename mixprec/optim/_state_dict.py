@@ -10,6 +10,7 @@ import torch
 
 from .. import _masters
 from . import _settings
+from ._release import refusal
 from ._state import Policy, dtype_of, portable, widened
 
 
@@ -75,6 +76,10 @@ class SavedOptimizer(torch.optim.Optimizer):
             _settings.Options.parse(who, {**self._policy.options(), **options})
         self._check_settings(group, who)
         _settings.check_norm(who, group.get("max_grad_norm"), self._release_gradients)
+
+    def _check_params(self, params: list[torch.Tensor], who: str) -> None:
+        if reason := refusal(self, params):
+            raise ValueError(f"{who}: {reason}")
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._moment_names
@@ -200,11 +205,6 @@ class SavedOptimizer(torch.optim.Optimizer):
                         values = kept[form] if policy.master(p) else kept.pop(form)
                         _masters.put(p, form, values, optimizer=policy.number, **marks)
         self._set_up_params()
-
-    # Of the step.
-
-    def _check_params(self, params: list[torch.Tensor], who: str) -> None:
-        raise NotImplementedError
 
     def _forget(self) -> None:
         raise NotImplementedError

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops._dispatch.optimizer_update import Options
+from ..ops._dispatch.optimizer_update import UpdateOptions
 from ..ops.adamw import adamw_op
 from ..ops.muon_direction import muon_direction_op
 from ..ops.sgd import sgd_op
@@ -148,7 +148,7 @@ class Muon(Optimizer):
         self._sharded = {id(part): p for part, p in parts if is_sharded(p)}
         super()._update_batches(batches, *args)
 
-    def _update(self, group: dict[str, Any], options: Options, *tensors: Any) -> None:
+    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
         if not group["use_muon"]:
             adamw_op.run(numbers(group, True), options, *tensors)
             return

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     settings: tuple[float, ...]
 
 
-class Options(NamedTuple):
+class UpdateOptions(NamedTuple):
     """What one call reads beside params, grads, states, masters, steps and the settings of its
     formula; `adamw_` describes each."""
 
@@ -201,7 +201,7 @@ class UpdateOp(Op):
     def run(
         self,
         settings: Sequence[float],
-        options: Options,
+        options: UpdateOptions,
         params: Tensors,
         grads: Tensors,
         states: Sequence[Tensors],
