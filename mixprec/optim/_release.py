@@ -30,10 +30,9 @@ class ReleasedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, gradient: torch.Tensor) -> ReleasedGradient:
-        like: Any = {"dtype": gradient.dtype, "device": gradient.device, "storage_size": 0}
-        strides = gradient.stride()
-        return torch.Tensor._make_wrapper_subclass(cls, gradient.shape, strides=strides, **like)
+    def __new__(cls, grad: torch.Tensor) -> ReleasedGradient:
+        like: Any = {"strides": grad.stride(), "dtype": grad.dtype, "storage_size": 0}
+        return torch.Tensor._make_wrapper_subclass(cls, grad.shape, device=grad.device, **like)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, *_: Any) -> None:
@@ -202,7 +201,8 @@ class Releases:
             overflow = torch.stack([f.to(self._home, non_blocking=True) for f in self._flags]).max()
             optimizer._last_skip = is_set(overflow)
             optimizer.grad_counts.finish(optimizer._last_skip)
-            optimizer.skipped = optimizer.skipped.to(self._home) + (overflow != 0)
+            optimizer.skipped = optimizer.skipped.to(self._home)
+            optimizer.skipped += overflow != 0
         for g, sums in self._sums.items():
             optimizer._sums[g] = torch.cat([s.to(self._home, non_blocking=True) for s in sums])
         self.watch(optimizer._params())
