@@ -74,7 +74,7 @@ def mark(loss: torch.Tensor) -> None:
         loss.register_hook(_record)
 
 
-def is_scaled(task: int) -> bool:
+def is_scaled(task: int | None) -> bool:
     """Whether this backward pass has gone through a marked loss."""
     return task in _passes
 

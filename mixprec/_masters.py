@@ -80,34 +80,21 @@ def new_number() -> int:
     return secrets.randbits(62)
 
 
-def find(param: torch.Tensor) -> Record | None:
-    """The record of a parameter, if it has one."""
-    record = vars(param).get(_NAME)
-    if record is None:
-        for module, name, its in _places():
-            if module._parameters.get(name) is param:
-                vars(param)[_NAME] = its = _not_of_another(param, its)
-                return its
-    return record
-
-
 def attach() -> None:
-    """Give each parameter in a known place its record, so that `known` has it: one pass in place of
-    a search for each of many parameters."""
+    """Give each parameter in a known place its record, so that `known` has it: one pass, before any
+    of the functions below."""
     places = [*_places()]
     uses = Counter(id(its) for _, _, its in places)
     for module, name, its in places:
         param = module._parameters.get(name)
-        if param is not None and _NAME not in vars(param):
-            if uses[id(its)] == 1:
-                vars(param)[_NAME] = its
-            else:
-                find(param)
+        if param is not None and known(param) is None:
+            record = its if uses[id(its)] == 1 else _not_of_another(param, its, places)
+            vars(param)[_NAME] = record
     _Copies.are_new = any(_NAME not in vars(module) for module in list(_modules))
 
 
 def known(param: torch.Tensor) -> Record | None:
-    """`find` without a search, after `attach`."""
+    """The record of a parameter, if it has one."""
     return vars(param).get(_NAME)
 
 
@@ -117,9 +104,11 @@ def _places() -> Iterator[tuple[nn.Module, str, Record]]:
             yield from ((module, name, its) for name, its in entries.records.items())
 
 
-def _not_of_another(param: torch.Tensor, record: Record) -> Record:
+def _not_of_another(
+    param: torch.Tensor, record: Record, places: list[tuple[nn.Module, str, Record]]
+) -> Record:
     """The record, or a copy of it where another parameter has it: the two were tied before."""
-    for module, name, its in _places():
+    for module, name, its in places:
         other = module._parameters.get(name)
         if other is None or other is param or vars(other).get(_NAME, its) is not record:
             continue
@@ -143,7 +132,7 @@ def keep(
 ) -> None:
     """Record the values that `param` had before it was rounded to what it holds now.
 
-    Where it is not trained, only what was cut off: 16 bits of BF16, or nothing. After `attach`.
+    Where it is not trained, only what was cut off: 16 bits of BF16, or nothing.
     """
     record = known(param)
     record = {} if record is None else record
@@ -158,8 +147,7 @@ def keep(
 
 
 def follow(param: torch.Tensor, places: Collection[tuple[nn.Module, str]]) -> None:
-    """Enter the record into the modules that have the parameter; without one, an empty one. After
-    `attach`."""
+    """Enter the record into the modules that have the parameter; without one, an empty one."""
     if (record := known(param)) is None:
         _attach(param, record := {})
     for module, name in places:
@@ -188,7 +176,7 @@ def _at_a_new_place(module: nn.Module, name: str, param: torch.Tensor | None) ->
 
 def forget(param: torch.Tensor) -> None:
     """From now on the parameter is all there is."""
-    if record := find(param):
+    if record := known(param):
         record.clear()
         _Counter.value += 1
 
@@ -197,12 +185,12 @@ def values_of(param: torch.Tensor) -> torch.Tensor:
     """The FP32 values behind a parameter of 16 bits, or one that was cast back to FP32: its own
     where nothing is known, or where other code has written it since."""
     with torch.no_grad():
-        return forms.values(param, find(param) or {})
+        return forms.values(param, known(param) or {})
 
 
 def in_form(param: torch.Tensor, form: str, remainder: torch.dtype) -> torch.Tensor:
     """What an optimizer that keeps this form would have now."""
-    record, wide = find(param) or {}, values_of(param)
+    record, wide = known(param) or {}, values_of(param)
     copy = {"remainder": record["remainder"]} if "remainder" in record else {"master": wide}
     with torch.no_grad():
         forms.convert(param, copy, form, remainder)
@@ -212,7 +200,7 @@ def in_form(param: torch.Tensor, form: str, remainder: torch.dtype) -> torch.Ten
 def to_save(param: torch.Tensor) -> torch.Tensor:
     """A master or a remainder: the tensor that an optimizer's state has too, unless other weights
     were loaded since."""
-    record = find(param) or {}
+    record = known(param) or {}
     if record.keys().isdisjoint(("previous", "other")):
         for form in FORMS:
             if form in record:
@@ -222,12 +210,12 @@ def to_save(param: torch.Tensor) -> torch.Tensor:
 
 def has_values(param: torch.Tensor) -> bool:
     """Whether there is more than the parameter itself."""
-    return not (find(param) or {}).keys().isdisjoint(FORMS)
+    return not (known(param) or {}).keys().isdisjoint(FORMS)
 
 
 def set_values(param: torch.Tensor, values: torch.Tensor) -> None:
     """Make FP32 values that round to the parameter those behind it, in the form that it has."""
-    record = find(param)
+    record = known(param)
     if record is None:
         _attach(param, record := {})
     if "remainder" in record:  # to the last bit the same for the same values
@@ -241,7 +229,7 @@ def set_values(param: torch.Tensor, values: torch.Tensor) -> None:
 
 def is_followed(param: torch.Tensor) -> bool:
     """Whether the master that an optimizer updates rounds to the parameter everywhere."""
-    record, p = find(param) or {}, param.detach()
+    record, p = known(param) or {}, param.detach()
     if not record.keys() >= {"master", "optimizer"} or "other" in record:
         return True
     forms.place(param, record)
@@ -252,7 +240,7 @@ def is_followed(param: torch.Tensor) -> bool:
 
 def put(param: torch.Tensor, form: str, values: torch.Tensor, **marks: Any) -> None:
     """Make `values` the master or remainder. marks: entries of the record."""
-    record = find(param)
+    record = known(param)
     record = {} if record is None else record
     record.clear()
     record.update({form: values, **marks})
@@ -262,18 +250,16 @@ def put(param: torch.Tensor, form: str, values: torch.Tensor, **marks: Any) -> N
 
 def undo_of(params: Collection[torch.Tensor]) -> Callable[[], None]:
     """A function that gives these parameters the records that they have now."""
-    before = [(p, dict(record)) for p in params if (record := find(p)) is not None]
-    known = {id(p) for p, _ in before}
-    without = [p for p in params if id(p) not in known]
+    before = [(p, None if (its := known(p)) is None else dict(its)) for p in params]
 
     def undo() -> None:
         for p, record in before:
-            its = find(p)
-            assert its is not None, "they stay"
+            if record is None:
+                vars(p).pop(_NAME, None)
+                continue
+            its = vars(p)[_NAME]
             its.clear()
             its.update(record)
-        for p in without:
-            vars(p).pop(_NAME, None)
 
     return undo
 
@@ -289,8 +275,7 @@ def claim(
 ) -> None:
     """Bring the record into the form that an optimizer keeps, and put its tensor into `state`.
 
-    form: None for a parameter that is all there is; one in FP32 gets the values that it had. After
-    `attach`.
+    form: None for a parameter that is all there is; one in FP32 gets the values that it had.
     """
     for name in FORMS:
         held = state.get(name)
@@ -336,8 +321,10 @@ def _before_loading(
             continue
         if value.shape != param.shape:
             continue
+        if known(param) is None:
+            attach()
         # An optimizer that was copied before its model has given the parameter a record.
-        record = find(param)
+        record = known(param)
         record = its if record is None else record
         _Counter.value += 1
         wide = value.dtype in _WIDE

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import _masters, _random_state
-from ._checkpoint_file import FORMAT, VERSION, check_plain, read, replace_file, write
+from . import _checkpoint_file as files
+from . import _masters
 from ._local_gradients import LOW_PRECISION, is_sharded
 from .nn._layer import Layer
 from .ops import export_master
@@ -62,20 +62,21 @@ def save_checkpoint(
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"save_checkpoint: step must be an int, got {step!r}")
+    _masters.attach()
     parts = _parts(model=model, optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler)
     checkpoint = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": files.FORMAT,
+        "version": files.VERSION,
         "step": step,
         "extra": extra,
-        "rng": _random_state.get() if rng else None,
+        "rng": files.random_states() if rng else None,
         "classes": {name: type(part).__name__ for name, part in parts.items()},
         **{name: _state_of(name, part) for name, part in parts.items()},
         "masters": {n: _masters_of(part) for n, part in parts.items() if n.startswith("model")},
     }
     for name, value in checkpoint.items():
-        check_plain(name, value)
-    replace_file(path, lambda temporary: write(checkpoint, temporary))
+        files.check_plain(name, value)
+    files.replace_file(path, lambda temporary: files.write(checkpoint, temporary))
 
 
 def load_checkpoint(
@@ -104,9 +105,10 @@ def load_checkpoint(
     value that would become Inf is a ValueError.
     """
     where = f"load_checkpoint: {os.fspath(path)}"
+    _masters.attach()
     # Load the model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
-    checkpoint = read(path, where)
+    checkpoint = files.read(path, where)
     for name, part in parts.items():
         if name not in checkpoint:
             held = ", ".join(checkpoint["classes"]) or "none of them"
@@ -119,7 +121,7 @@ def load_checkpoint(
             if saved != own:
                 raise ValueError(f"{where}: {name} was saved from {saved}, got {own}")
     if rng:
-        _random_state.check(where, checkpoint["rng"])
+        files.check_random_states(where, checkpoint["rng"])
     with ExitStack() as undo:
         records = _masters.undo_of(_parameters(parts.values()))
         for name, part in parts.items():
@@ -140,7 +142,7 @@ def load_checkpoint(
                 raise ValueError(f"{where}: {name}: {error}") from error
         undo.pop_all()
     if rng:
-        _random_state.put(checkpoint["rng"])
+        files.set_random_states(checkpoint["rng"])
     return {"step": checkpoint["step"], "extra": checkpoint["extra"]}
 
 
@@ -166,19 +168,14 @@ def _with_names_of(model: Any, saved: Any) -> Any:
     return {own.get(key, key): value for key, value in plain.items()}
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _parts(**arguments: Any) -> dict[str, Any]:
     """The objects given by their names in the file: "optimizer", or "optimizer[0]" of several."""
     parts = {}
     for name, value in arguments.items():
-        several = isinstance(value, (list, tuple))
-        for i, part in enumerate(_as_list(value)):
-            parts[f"{name}[{i}]" if several else name] = part
+        if isinstance(value, (list, tuple)):
+            parts.update({f"{name}[{i}]": part for i, part in enumerate(value)})
+        elif value is not None:
+            parts[name] = value
     return parts
 
 
@@ -265,7 +262,7 @@ def _through_masters(
         if not isinstance(param, torch.Tensor) or value.dtype == param.dtype:
             continue
         if master is None:
-            master = (_masters.find(param) or {}).get("master")
+            master = (_masters.known(param) or {}).get("master")
         if master is not None and master.is_floating_point():
             follows = master.cpu().to(value.dtype) == value
             weights[name] = torch.where(follows, master.cpu(), value.to(master.dtype))
@@ -291,7 +288,7 @@ def _set_masters(
             value = param.detach().float()
         form = "master" if value.is_floating_point() else "remainder"
         value = value.to(param.device, torch.float32 if form == "master" else None, copy=True)
-        known: Any = (_masters.find(param) or {}).get(form)  # the optimizer's state has it
+        known: Any = (_masters.known(param) or {}).get(form)  # the optimizer's state has it
         has_it = known is not None and not known.is_meta and known.dtype == value.dtype
         if not (has_it and torch.equal(known, value)):
             _masters.put(param, form, value)

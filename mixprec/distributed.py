@@ -231,6 +231,7 @@ def equal_masters(params: Sequence[torch.Tensor]) -> None:
         return
     from torch.nn.parallel import DistributedDataParallel
 
+    _masters.attach()
     mine = set(map(id, params))
     # A module does not know what wraps it: of all objects, those of this class.
     kind = DistributedDataParallel

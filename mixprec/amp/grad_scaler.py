@@ -11,19 +11,20 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from .. import _local_gradients, ops, scaling
+from .._local_gradients import gradient_of
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
-from .optimizers import (
-    UnscalesPrepared,
+from .reader import (
+    GradReader,
+    Lagged,
     any_flag,
-    has_fp16_gradient,
-    has_gradient,
+    check_,
+    has_work,
+    params_of,
     step_prepared,
-    steps_locally,
     unscales_itself,
     unwrap,
 )
-from .reader import GradReader, Lagged, check_
 from .rules import NEVER, TORCH_STATE, check, check_device, power
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 
-class GradScaler(UnscalesPrepared):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses by a factor that shrinks when gradients overflow and grows when they do not.
 
     A drop-in replacement for torch.amp.GradScaler, and a subclass of it: the same methods, order
@@ -98,13 +99,10 @@ class GradScaler(UnscalesPrepared):
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
         self._max_skips, self._on_max_skips = max_consecutive_skips, on_max_skips
         self._grow_on_underflow = grow_on_underflow
-        self._init_hysteresis_tracker, self._init_counters = hysteresis, [0, 0, 0]
-        # Created with torch's _scale and _growth_tracker, on the device of the first loss.
-        self._hysteresis_tracker: torch.Tensor | None = None
-        self._counters: torch.Tensor | None = None
+        # They move with torch's _scale and _growth_tracker to the device of the first loss.
+        self._set_trackers(hysteresis if enabled else 1, [0, 0, 0])
         self._warned_fp16 = self._warned_clipped = False
         self._reader = GradReader(Ranks(process_group), model)
-        self._start_watch()
 
     def __repr__(self) -> str:
         """The scale, what became of the updates, and the settings. Waits for a GPU."""
@@ -123,43 +121,37 @@ class GradScaler(UnscalesPrepared):
         settings = ", ".join(f"{name}={text}" for name, text in fields.items() if text is not None)
         return f"{type(self).__name__}({settings})"
 
-    def _start_watch(self) -> None:
+    def _set_trackers(self, hysteresis: int, counters: list[int]) -> None:
+        self._hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int32, device="cpu")
+        self._counters = torch.tensor(counters, dtype=torch.int64, device="cpu")
+        self._start_watch(counters)
+
+    def _start_watch(self, counters: list[int]) -> None:
         """Drop pending copies from the device; past skips have been reported already."""
-        self._lagged = Lagged()
+        self._lagged = Lagged(counters)
         limit = self._max_skips if self._enabled else None
-        self._reported = 0 if limit is None else self._init_counters[2] // limit
+        self._reported = 0 if limit is None else counters[2] // limit
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._device = dev.type
-        left = self._init_hysteresis_tracker
-        self._hysteresis_tracker = torch.full((), left, dtype=torch.int32, device=dev)
-        self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
-
-    def _counter(self, i: int) -> torch.Tensor:
-        if self._counters is None:
-            return torch.tensor(self._init_counters[i], device="cpu")
-        return self._counters[i].clone()
+        self._hysteresis_tracker = self._hysteresis_tracker.to(dev)
+        self._counters = self._counters.to(dev)
 
     @property
     def skipped(self) -> torch.Tensor:
         """How many updates found an overflow: int64 [], a copy on the scale's device."""
-        return self._counter(0)
+        return self._counters[0].clone()
 
     @property
     def applied_steps(self) -> torch.Tensor:
         """How many updates found none, in any optimizer: the count for an LR schedule."""
-        return self._counter(1)
+        return self._counters[1].clone()
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the latest update overflowed; on a GPU, the latest that the host has read."""
-        return self._skipped_in_a_row() > 0
-
-    def _skipped_in_a_row(self) -> int:
-        """As known to the host."""
-        latest = self._lagged.latest()
-        return (self._init_counters if latest is None else latest)[2]
+        return self._lagged.latest()[2] > 0
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
         """Which parameters' gradients held Inf or NaN, and how many, the worst first: for each
@@ -221,7 +213,7 @@ class GradScaler(UnscalesPrepared):
             }
         if not ours:
             return super().step(optimizer, *args, **kwargs)
-        if not unscaled and (has_gradient(optimizer) or not steps_locally(optimizer)):
+        if not unscaled and has_work(optimizer):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
             raise AssertionError(
@@ -260,12 +252,8 @@ class GradScaler(UnscalesPrepared):
                 "No inf checks were recorded prior to update: call scaler.step(optimizer), which "
                 "unscales the gradients, in place of optimizer.step()."
             )
-        assert self._hysteresis_tracker is not None, "created with the scale"
-        assert self._counters is not None, "created with the scale"
-        is_one = len(flags) == 1 and (flags[0].device, flags[0].dtype) == (
-            scale.device,
-            scale.dtype,
-        )
+        kinds = [(flag.device, flag.dtype) for flag in flags]
+        is_one = kinds == [(scale.device, scale.dtype)]
         share, threshold = None, self._grow_on_underflow
         if threshold is not None:
             share = self._reader.underflow_share(self._per_optimizer_states, scale.device)
@@ -292,7 +280,7 @@ class GradScaler(UnscalesPrepared):
 
     def _watch(self, limit: int) -> None:
         """Raise or call back after every `limit` skipped updates in a row known to the host."""
-        in_a_row = self._skipped_in_a_row()
+        in_a_row = self._lagged.latest()[2]
         before, self._reported = self._reported, in_a_row // limit
         if self._reported <= before:
             return
@@ -308,6 +296,9 @@ class GradScaler(UnscalesPrepared):
             "(Names come from model=, or from an optimizer made with named_parameters().)"
         )
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(unwrap("GradScaler.unscale_", optimizer) if self._enabled else optimizer)
+
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
     @_disable_dynamo
     def _unscale_grads_(
@@ -318,7 +309,8 @@ class GradScaler(UnscalesPrepared):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         ours = unscales_itself(optimizer)
-        if ours and not self._warned_fp16 and has_fp16_gradient(optimizer):
+        grads = map(gradient_of, params_of(optimizer) if ours and not self._warned_fp16 else ())
+        if any(grad is not None and grad.dtype == torch.float16 for grad in grads):
             self._warned_fp16 = True
             warnings.warn(
                 "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "
@@ -363,18 +355,14 @@ class GradScaler(UnscalesPrepared):
         """The state as plain numbers: torch's keys, which a torch scaler loads, and our own."""
         if not self._enabled:
             return {}
-        tracker, counters = self._hysteresis_tracker, self._counters
-        counts = self._init_counters if counters is None else counters.tolist()
         return {
             **super().state_dict(),
             "static": self._static,
             "min_scale": self._min_scale,
             "max_scale": self._max_scale,
             "hysteresis": self._hysteresis,
-            "_hysteresis_tracker": (
-                self._init_hysteresis_tracker if tracker is None else int(tracker.item())
-            ),
-            **dict(zip(_COUNTERS, counts, strict=True)),
+            "_hysteresis_tracker": int(self._hysteresis_tracker.item()),
+            **dict(zip(_COUNTERS, self._counters.tolist(), strict=True)),
             "version": 1,
         }
 
@@ -397,24 +385,21 @@ class GradScaler(UnscalesPrepared):
         super().load_state_dict(state_dict)
         for name in settings:
             setattr(self, f"_{name}", state[name])
-        self._init_hysteresis_tracker = state["_hysteresis_tracker"]
-        self._init_counters = [state[name] for name in _COUNTERS]
-        if self._hysteresis_tracker is not None and self._counters is not None:
-            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-            self._counters.copy_(torch.tensor(self._init_counters, device="cpu"))
-        self._start_watch()
+        counters = [state[name] for name in _COUNTERS]
+        self._hysteresis_tracker.fill_(state["_hysteresis_tracker"])
+        self._counters.copy_(torch.tensor(counters, device="cpu"))
+        self._start_watch(counters)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = self.state_dict()
-        state = super().__getstate__()
+        trackers = self._hysteresis_tracker.cpu(), self._counters.cpu()
+        state = {**super().__getstate__(), "_hysteresis_tracker": trackers[0]}
         del state["_lagged"]  # valid in this process only
-        if own:
-            state["_init_hysteresis_tracker"] = own["_hysteresis_tracker"]
-            state["_init_counters"] = [own[name] for name in _COUNTERS]
-            state["_hysteresis_tracker"] = state["_counters"] = None
-        return state
+        return {**state, "_counters": trackers[1]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reader = GradReader(self._reader.ranks)  # which a shallow copy does not share
-        self._start_watch()
+        left, counters = self._hysteresis_tracker, self._counters
+        if counters is None:  # of a pickle in which they were not yet tensors
+            left, counters = state["_init_hysteresis_tracker"], state["_init_counters"]
+        self._set_trackers(int(left), torch.as_tensor(counters).tolist())

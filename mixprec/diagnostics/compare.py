@@ -14,7 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .. import _masters, _random_state, ops
+from .. import _masters, ops
+from .._checkpoint_file import random_states_kept
 from ..amp.grad_scaler import GradScaler
 from ..nn.cast import cast_parameters
 from ..nn.convert import convert
@@ -176,8 +177,9 @@ def compare(
             if recipe.needs_loss_scaling:
                 scaler = make_scaler() if make_scaler else GradScaler(device.type)
         optimizer = (make_optimizer or adamw)(model)
+        _masters.attach()
         for p in model.parameters():
-            if "optimizer" not in (_masters.find(p) or {}):  # else one of ours updates it
+            if "optimizer" not in (_masters.known(p) or {}):  # else one of ours updates it
                 _masters.forget(p)
         run = TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
         if isinstance(recipe, Recipe) and recipe.outliers:
@@ -187,7 +189,7 @@ def compare(
     if device.type == "cuda":
         torch.cuda.init()  # its generators have states from then on
     try:
-        with _random_state.restored(), torch.enable_grad(), block:
+        with random_states_kept(), torch.enable_grad(), block:
             for row, recipe in zip(report.rows, chosen, strict=True):
                 _seed_all(seed)
                 run = prepare(row, recipe)

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
-from ..optim._release_hooks import is_released, other_hooks
+from ..optim._release import is_released, other_hooks
 from . import plotting
 from .batches import call, scalar_loss, tensors
 from .peak_memory import LiveGradients, MostInUse, resident
@@ -174,8 +174,13 @@ def memory_report(
         releases = getattr(optimizer, "_releases", None)
         most.watch(scalar)
         live = None if releases is None else LiveGradients(scalar)
-        with contextlib.nullcontext() if releases is None else releases.rehearsed():
+        if releases is not None:
+            releases.rehearses = True
+        try:
             scalar.backward()
+        finally:
+            if releases is not None:
+                releases.rehearses = False
         largest = peak()
         gradients = _bytes(
             g

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _random_state
+from .._checkpoint_file import random_states_kept
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     try:
         for p, _ in grads:
             p.grad = None
-        with _random_state.restored(), unchanged(model, [t for t in mains if t is not None]):
+        with random_states_kept(), unchanged(model, [t for t in mains if t is not None]):
             yield
     finally:
         for p, grad in grads:

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from .._local_gradients import gradient_of
 from ..amp import GradScaler
-from ..amp.optimizers import gradients, params_of, unscales_itself
+from ..amp.reader import gradients, params_of, unscales_itself
 from ..ops import grad_stats_, inv_scale
 from ..optim._settings import check_limit
 from ..scaling import has_state

@@ -12,7 +12,7 @@ from torch import nn
 from .. import scaling
 from .._local_gradients import LOW_PRECISION
 from ..amp.grad_scaler import GradScaler
-from ..amp.optimizers import unscales_itself
+from ..amp.reader import unscales_itself
 from ..nn.cast import cast_parameters
 from ..nn.convert import ModuleFilter, convert
 from ..ops._dispatch import checks

@@ -14,7 +14,7 @@ import torch
 from .. import _masters
 from .._local_gradients import LOW_PRECISION
 from ..amp import GradScaler
-from ..amp.optimizers import params_of, unscales_itself
+from ..amp.reader import params_of, unscales_itself
 from ..nn import Layer
 from ..nn.cast import cast_parameters
 from ..nn.convert import convert
@@ -257,7 +257,8 @@ def _is_floating(x: Any) -> bool:
 def _warn_if_rounded(model: torch.nn.Module) -> None:
     """Where params that are trained have 16 bits before the cast, which has nothing to keep."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    low = [p for p in trained if p.dtype in LOW_PRECISION and not _masters.find(p)]
+    _masters.attach()
+    low = [p for p in trained if p.dtype in LOW_PRECISION and not _masters.known(p)]
     if low:
         warnings.warn(
             f"Trainer: {len(low)} of {len(trained)} trained parameters are in {low[0].dtype} "

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Step, Tensors, Updated, UpdateOp, rounded
+from ._dispatch.optimizer_update import (
+    Step,
+    Tensors,
+    Updated,
+    UpdateOp,
+    UpdateOptions,
+    rounded,
+)
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -116,7 +123,8 @@ def adamw_(
     (Loshchilov, Hutter, 2019).
     """
     settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-    adamw_op.run(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, lr, settings, **options)
+    given = UpdateOptions(lr, **options)
+    adamw_op.run(settings, given, params, grads, [exp_avgs, exp_avg_sqs], masters, steps)
 
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
@@ -168,7 +176,8 @@ def lion_(
     al., 2023).
     """
     settings = (beta1, beta2, weight_decay)
-    lion_op.run(params, grads, [exp_avgs], masters, steps, lr, settings, **options)
+    given = UpdateOptions(lr, **options)
+    lion_op.run(settings, given, params, grads, [exp_avgs], masters, steps)
 
 
 def _sgd(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
@@ -224,7 +233,8 @@ def sgd_(
     et al., 2013), in the form of torch.optim.SGD.
     """
     settings = (momentum, dampening, weight_decay, nesterov)
-    sgd_op.run(params, grads, [momentum_buffers], masters, steps, lr, settings, **options)
+    given = UpdateOptions(lr, **options)
+    sgd_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)
 
 
 def _muon_direction(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
@@ -267,6 +277,5 @@ def muon_direction_(
     2024), in the form of torch.optim.Muon.
     """
     settings = (momentum, nesterov)
-    muon_direction_op.run(
-        params, grads, [momentum_buffers], masters, steps, lr, settings, **options
-    )
+    given = UpdateOptions(lr, **options)
+    muon_direction_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)

@@ -3,9 +3,8 @@ stochastic rounding."""
 
 from .adamw import Adam, AdamW
 from .averaged import AveragedModel, fp32_state_dict
-from .lion import Lion
 from .masters import Masters
 from .muon import Muon
-from .sgd import SGD
+from .sgd import SGD, Lion
 
 __all__ = ["SGD", "Adam", "AdamW", "AveragedModel", "Lion", "Masters", "Muon", "fp32_state_dict"]

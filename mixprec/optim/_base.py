@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler imports Dynamo
@@ -16,18 +14,14 @@ from torch.optim.optimizer import ParamsT
 from .. import _masters
 from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks, equal_masters
-from ..grad_report import (
-    GradCounts,
-    Overflow,
-    Underflow,
-    is_set,
-    namer,
-    worst_first,
-)
+from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops import inv_scale
-from . import _batches, _release, _release_hooks, _settings, _state, _state8
-from ._batches import Batch, Batches
-from ._state import Policy, hide_states, show_states
+from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
+from . import _batches, _settings
+from ._batches import Batch, Batches, on_device
+from ._release import Releases
+from ._state import CODES, Policy, described, dtype_of, scales
+from ._state_dict import SavedOptimizer
 
 
 class Scaling(NamedTuple):
@@ -37,41 +31,34 @@ class Scaling(NamedTuple):
     found_inf: torch.Tensor | None  # None without a scaler
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(SavedOptimizer):
     """The step around an update op, which the subclass provides.
 
-    A subclass checks the settings of a group (`_check_settings`), names the moments of its params
-    (`_moments`), and runs its op on one batch of params (`_update`).
+    A subclass names its op (`_op`) and the moments of its params (`_moments`), checks the settings
+    of a group (`_check_settings`), and says which numbers of it the op takes (`_numbers`).
     """
 
+    _op: UpdateOp
     # Tells torch.amp.GradScaler that step() unscales gradients itself. It then sets the attributes
     # grad_scale (None after unscale_) and found_inf on the optimizer while it calls step().
     _step_supports_amp_scaling = True
     # The values that mixprec.GradScaler passed to the current `_step_scaled`.
     _scaling: Scaling | None = None
-    # Settings that a group of a torch state dict may lack.
-    _optional: ClassVar[dict[str, Any]] = {"maximize": False}
-    # The keys of a state to load, and whether each is required.
-    _moment_names: tuple[str, ...]
-    _moments_required = True
-    # Of optimizers that were pickled before these options.
-    _release_gradients, _clip = False, "current"
+    _releases: Releases | None = None
     _warned_of_both = False
-    # The options that a group may have for itself.
-    _group_options: tuple[str, ...] = ("master_weights", "state_dtype", "stochastic_rounding")
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         """options: those of `_settings.Options`, to be checked."""
         given = _settings.Options.parse(type(self).__name__, options)
-        kept = {name: getattr(given, name) for name in ("master_weights", "stochastic_rounding")}
         self._policy = Policy(
             type(self).__name__,
             _masters.new_number(),
-            state_dtype=_state8.dtype_of(given.state_dtype),
-            **kept,
+            given.master_weights,
+            dtype_of(given.state_dtype),
+            given.stochastic_rounding,
         )
         self._seed, self._grad_dtype = given.seed, given.grad_dtype
-        self._release_gradients, self._clip = given.release_gradients, given.clip
+        self._release_gradients = given.release_gradients
         self.max_grad_norm, self.max_grad_value = given.max_grad_norm, given.max_grad_value
         self.ranks = Ranks(given.process_group)
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -86,19 +73,10 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """torch's, with masters, clipping and skipped steps. On a GPU this waits for the device."""
         first, rest = super().__repr__().split("\n", 1)
-        return f"{first}\n{_state.described(self)}{rest}"
+        return f"{first}\n{described(self)}{rest}"
 
-    def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        for name in self.defaults:
-            if check := _settings.CHECKS.get(name):
-                check(who, name, group[name])
-
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._moment_names
-
-    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
-        """Run the op on params of one group. tensors: params, grads, each moment of the group,
-        masters, steps."""
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """The settings of the op's formula, in its order."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -109,7 +87,11 @@ class Optimizer(torch.optim.Optimizer):
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
         self._last_skip: torch.Tensor | bool | None = None  # bool []; None without a check
         self.grad_counts = GradCounts()
-        self._releases = _release.Releases(self) if self._release_gradients else None
+        if self._releases is not None:
+            self._releases.close()
+            self._releases.batches.clear()
+        elif self._release_gradients:
+            self._releases = Releases(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of params; its settings override the defaults."""
@@ -123,37 +105,17 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _settings.check_params(who, group["params"], self._grad_dtype)
-            _release_hooks.check(who, self, group["params"])
+            self._check_params(group["params"], who)
         except ValueError:
             self.param_groups.pop()
             raise
         self._set_up_params()
 
-    def _check_group(self, group: dict[str, Any], who: str) -> None:
-        wanted = self.defaults.keys() - {"differentiable"}  # which torch adds to a copy
-        if missing := sorted(wanted - group.keys()):
-            raise ValueError(
-                f"{who}: a param group must have {', '.join(missing)}: is this a checkpoint of "
-                "another optimizer?"
-            )
-        own = {name: group[name] for name in self._group_options if name in group}
-        _settings.check_group(who, group.keys() - self.defaults.keys() - own.keys())
-        if own:
-            _settings.Options.parse(who, {**self._policy.options(), **own})
-        self._check_settings(group, who)
-        limit = group.get("max_grad_norm")
-        _settings.check_limit(who, "max_grad_norm", limit)
-        _settings.check_clip(who, self._release_gradients, self._clip, limit)
-
-    def _policy_of(self, group: dict[str, Any]) -> Policy:
-        """The options of a group: its own before those of the optimizer."""
-        own = {name: group[name] for name in self._group_options if name in group}
-        if "state_dtype" in own:
-            own["state_dtype"] = _state8.dtype_of(own["state_dtype"])
-        return replace(self._policy, **own) if own else self._policy
+    def _any_low(self) -> bool:
+        return any(p.dtype in LOW_PRECISION for p in self._params())
 
     def _set_up_params(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._params()
         self._ids = list(map(id, params))
         self._index = {key: i for i, key in enumerate(self._ids)}
         _masters.attach()
@@ -163,10 +125,10 @@ class Optimizer(torch.optim.Optimizer):
                 if p.requires_grad and p not in self.state and _masters.known(p):
                     policy.claim(p, {})
         # Whether a param has 16 bits, on any rank, with or without a gradient.
-        self._low = any(p.dtype in LOW_PRECISION for p in params)
+        self._low = self._any_low()
         self._set_grad_dtype(params)
-        if self._release_gradients:
-            _release_hooks.watch(self, params)
+        if self._releases is not None:
+            self._releases.watch(params)
 
     def _set_grad_dtype(self, params: list[torch.Tensor]) -> None:
         """grad_dtype on each param, which loses it where it is copied or cast."""
@@ -184,17 +146,17 @@ class Optimizer(torch.optim.Optimizer):
             self._releases.check_idle("zero_grad")
         self._clear_main_grads(keep=not set_to_none)
         super().zero_grad(set_to_none)
-        self._set_grad_dtype([p for group in self.param_groups for p in group["params"]])
+        self._set_grad_dtype(self._params())
 
     def _clear_main_grads(self, keep: bool = False) -> None:
         """Zero in place the main_grad of params without a `grad`, or to keep it: the layer or
         framework adds to it again. A copy of `grad` goes."""
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in self._params():
             main = vars(p).get("main_grad")
             if main is not None and (keep or p.grad is None) and not is_copy(main):
                 main.detach().zero_()
             elif main is not None:
-                p.main_grad = None
+                p.main_grad = None  # type: ignore[attr-defined]
 
     def reload_model_params(self) -> None:
         """Take the values of the params into their masters at the next step.
@@ -205,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._batches.forget()
         if self._releases is not None:
-            self._releases.forget()
+            self._releases.batches.clear()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -274,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._params()
         if self._ids != list(map(id, params)):  # other code has edited the groups
             _settings.check_params(type(self).__name__, params, self._grad_dtype)
             self._set_up_params()
@@ -366,178 +328,29 @@ class Optimizer(torch.optim.Optimizer):
         for batch in batches:
             group, device = self.param_groups[batch.group], batch.device
             policy = self._policy_of(group)
-            lists = [[s[name] for s in batch.states] for name in batch.moments]
-            states = batch.states if batch.has_master else []
-            lists.append([s.get("master", s.get("remainder")) for s in states])
+            states = [[s[name] for s in batch.states] for name in batch.moments]
+            kept = batch.states if batch.has_master else []
+            masters: list[Any] = [s.get("master", s.get("remainder")) for s in kept]
             if batch.data is not batch.params:  # they are sharded
-                lists = [list(map(local, tensors)) for tensors in lists]
-            lr = group["lr"]
-            self._update(
-                group,
-                batch.data,
-                batch.grads,
-                *lists,
-                self._batches.steps(batch),
-                state_scales=_scales(batch, policy),
-                lr=_batches.on_device(device, lr) if isinstance(lr, torch.Tensor) else lr,
-                maximize=group["maximize"],
-                max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
-                stochastic_rounding=policy.stochastic_rounding,
-                seed=self._seed,
-                indices=[self._index[id(p)] for p in batch.params] if policy.random else (),
-                inv_scale=_batches.on_device(device, unscale),
-                clip=_batches.on_device(device, clips.get(batch.group)),
-                found_inf=_batches.on_device(device, found_inf),
+                states = [list(map(local, tensors)) for tensors in states]
+                masters = list(map(local, masters))
+            lr: Any = group["lr"]
+            lr = on_device(device, lr) if isinstance(lr, torch.Tensor) else lr
+            options = UpdateOptions(
+                lr,
+                group["maximize"],
+                math.inf if self.max_grad_value is None else self.max_grad_value,
+                policy.stochastic_rounding,
+                self._seed,
+                [self._index[id(p)] for p in batch.params] if policy.random else (),
+                on_device(device, unscale),
+                on_device(device, clips.get(batch.group)),
+                on_device(device, found_inf),
+                scales(batch.states, batch.moments) if policy.state_dtype == CODES else [],
             )
+            steps = self._batches.steps(batch)
+            self._update(group, options, batch.data, batch.grads, states, masters, steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all params and the settings of all groups, as torch.optim has them.
-
-        Moments in 8 bits are uint8 codes with their scales. Those of a DTensor are bf16, which
-        holds their values exactly: another number of ranks, whose blocks end elsewhere, can load
-        them and rounds them once more.
-        """
-        return self._converted(_state8.portable)
-
-    def fp32_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` with moments in 8 or 16 bits converted to FP32, without loss."""
-        return self._converted(_state8.widened)
-
-    def _converted(
-        self, convert: Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """torch's state dict with each param's state converted; other keys are the user's own."""
-        result = super().state_dict()
-        indices = [index for group in result["param_groups"] for index in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        new = self._current_states()
-        result["state"] |= {i: new[p] for p, i in zip(params, indices, strict=True) if p in new}
-        numbers = set(indices)
-        states = {
-            key: convert(state, self._moments_of(state)) if key in numbers else state
-            for key, state in result["state"].items()
-        }
-        return {**result, "state": states}
-
-    def _current_states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The states to save where masters are not, or no longer, those in `state`: before the
-        first step, and after FP32 weights were loaded. Nothing is changed."""
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        _masters.attach()
-        for group in self.param_groups:
-            policy, moments = self._policy_of(group), self._moments(group)
-            for p in group["params"]:
-                form, state = policy.master(p), self.state.get(p)
-                record = _masters.known(p) if form and (state or p.requires_grad) else None
-                if record is None or form is None or not (record or state):
-                    continue
-                if state is None or form not in state or record.get(form) is not state[form]:
-                    kept = {k: v for k, v in (state or {}).items() if k not in _masters.FORMS}
-                    states[p] = {**kept, form: _masters.in_form(p, form, policy.remainder)}
-                    if state is None:
-                        policy.create(p, states[p], moments)
-        return states
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of the class of the same name in torch.optim.
-
-        Tensors are copied and keep their dtypes (torch.optim casts them to the params'). The
-        model's weights may be loaded before or after. Raises ValueError, changing nothing, for a
-        state that does not fit: another number of params, another shape, dtype or optimizer, or
-        masters that these options do not use. State under keys of your own, which are no params
-        (`optimizer.state["x"] = 1`), is saved and loaded as it is.
-
-        Where the state has no master, that of the param stays; a param in FP32 takes from a saved
-        master the bits that it lacks. `master_weights`, `state_dtype` and `stochastic_rounding` are
-        this optimizer's, not those in the state dict.
-        """
-        _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
-        hook = self.register_load_state_dict_pre_hook(hide_states)  # runs after all others
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-
-    _OWN: tuple[str, ...] = (
-        "_policy",
-        "_seed",
-        "_grad_dtype",
-        "max_grad_norm",
-        "max_grad_value",
-        "ranks",
-        "skipped",
-        "_release_gradients",
-        "_clip",
-    )
-
-    def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
-        """The moments that a state to load may hold."""
-        return self._moment_names
-
-    def _restore(
-        self, who: str, p: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The loaded state of a param of a loaded group, checked and copied."""
-        moments = self._moments_of(saved)
-        required = moments if self._moments_required else ()
-        return self._policy_of(group).restore(who, p, saved, moments, required)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["state"] = defaultdict(dict, {**self.state, **self._current_states()})
-        return {**state, **{name: getattr(self, name) for name in self._OWN}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by unpickling and copying, and by load_state_dict with its dict's two keys."""
-        loading = "_policy" not in state
-        who = type(self).__name__ + (".load_state_dict" if loading else "")
-        clip = self._clip if loading else state["_clip"]
-        if loading:
-            state = {"state": self.state, "param_groups": self.param_groups, **state}
-            for group, own in zip(state["param_groups"], self.param_groups, strict=False):
-                kept = {name: own[name] for name in self._group_options if name in own}
-                for name in self._group_options:
-                    group.pop(name, None)
-                group.update(kept)
-        else:
-            self.defaults, self._policy = state["defaults"], state["_policy"]
-        restored: defaultdict[Any, Any] = defaultdict(dict, show_states(state["state"]))
-        for group in state["param_groups"]:
-            group.update({**self._optional, **group})
-            if clip == "current":
-                group.pop(_release.PREVIOUS, None)
-            self._check_group(group, who)
-            if not loading:
-                _release_hooks.check(who, self, group["params"])
-            for p in group["params"] if loading else ():
-                try:
-                    if saved := restored.get(p):  # an empty one stays
-                        restored[p] = self._restore(who, p, saved, group)
-                except ValueError as error:
-                    names = zip(group["params"], group.get("param_names", ()), strict=False)
-                    name = next((n for q, n in names if q is p), str(self._index[id(p)]))
-                    raise ValueError(f"{error} (it is the state of param {name})") from None
-        if loading:
-            state = {**state, "state": restored}
-        super().__setstate__(state)
-        self._forget()
-        for group in self.param_groups:
-            self._take_masters(group, {"fresh": True} if loading else {})
-        self._set_up_params()
-
-    def _take_masters(self, group: dict[str, Any], marks: dict[str, Any]) -> None:
-        """Make the loaded or copied masters and remainders those of their params."""
-        policy = self._policy_of(group)
-        for p in group["params"]:
-            state = self.state.get(p, {})
-            for form in _masters.FORMS:
-                if form in state:
-                    values = state[form] if policy.master(p) else state.pop(form)
-                    _masters.put(p, form, values, optimizer=policy.number, **marks)
-
-
-def _scales(batch: Batch, policy: Policy) -> list[torch.Tensor]:
-    """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
-    moments = batch.moments if policy.state_dtype == _state8.CODES else ()
-    names = [name + _state8.SUFFIX for name in moments]
-    return [s.get(name, s["step"]) for name in names for s in batch.states]
+    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
+        """tensors: params, grads, a list for each moment of the group, masters, steps."""
+        self._op.run(self._numbers(group), options, *tensors)

@@ -27,8 +27,11 @@ _ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
         'torch.float32 ("fp32"), torch.bfloat16 ("bf16") or "int8"',
     ),
     "grad_dtype": ((None, torch.float32), 'torch.float32 ("fp32") or None'),
-    "clip": (("current", "previous"), '"current" or "previous"'),
 }
+NO_NORM = (
+    "max_grad_norm must be None with release_gradients=True: gradients are applied before the norm "
+    "of all of them is known; max_grad_value bounds their elements"
+)
 
 
 def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> None:
@@ -63,15 +66,10 @@ def check_limit(who: str, name: str, limit: Any) -> None:
         raise ValueError(f"{who}: {name} must be positive, got {limit!r}")
 
 
-def check_clip(who: str, release_gradients: bool, clip: str, limit: float | None) -> None:
-    """Whether the norm to clip by is known when it is needed."""
-    if release_gradients and limit is not None and clip == "current":
-        raise ValueError(
-            f'{who}: clip must be "previous" with max_grad_norm and release_gradients=True, got '
-            '"current": gradients are applied before the norm of all of them is known'
-        )
-    if clip == "previous" and not release_gradients:
-        raise ValueError(f'{who}: clip must be "current" without release_gradients=True')
+def check_norm(who: str, limit: Any, release_gradients: bool) -> None:
+    check_limit(who, "max_grad_norm", limit)
+    if release_gradients and limit is not None:
+        raise ValueError(f"{who}: {NO_NORM}")
 
 
 def check_off(who: str, name: str, value: Any) -> None:
@@ -131,7 +129,6 @@ class Options:
     max_grad_value: float | None = None
     process_group: dist.ProcessGroup | None = None
     release_gradients: bool = False
-    clip: str = "current"
 
     @classmethod
     def parse(cls, who: str, options: dict[str, Any]) -> Options:
@@ -161,11 +158,10 @@ class Options:
             )
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {seed!r}")
-        check_limit(who, "max_grad_norm", self.max_grad_norm)
+        check_norm(who, self.max_grad_norm, self.release_gradients)
         check_limit(who, "max_grad_value", self.max_grad_value)
         if self.max_grad_norm is not None and self.max_grad_value is not None:
             raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
-        check_clip(who, self.release_gradients, self.clip, self.max_grad_norm)
         if self.release_gradients and self.process_group is not None:
             raise ValueError(f"{who}: release_gradients must be False with a process_group")
 

@@ -1,4 +1,9 @@
-"""The state of one parameter: created at its first step, kept up to date, restored exactly."""
+"""The state of one parameter: created at its first step, kept up to date, restored exactly.
+
+Moments in 8 bits are codes of the param's shape beside their scales, under `<moment>_scale`, in
+the format of ops/_reference/state8.py. Its values are BF16 numbers and encoding them again changes
+none, so that they can be converted and restored without loss.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,29 @@ from typing import Any
 import torch
 
 from .. import _masters
-from .._local_gradients import LOW_PRECISION
+from .._local_gradients import LOW_PRECISION, is_sharded, local
+from ..ops._reference import state8
 from ..ops._reference.rounding import lower_half, upper_half
-from . import _state8
-from ._state8 import checked, short
 
 _REMAINDERS = {"remainder16": torch.int16, "remainder8": torch.int8}
 _MAX_STEP = 2**24  # step is counted in fp32
+CODES = torch.uint8
+_SCALE = "_scale"
+_MIN_NUMEL = 4096  # smaller params keep FP32 moments: 0.1 % of a model's state, but often its norms
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(option: torch.dtype | str) -> torch.dtype:
+    """The dtype of moments with this `state_dtype`."""
+    return CODES if isinstance(option, str) else option
+
+
+def _takes_codes(param: torch.Tensor) -> bool:
+    """Whether the moments of a param are kept in 8 bits: the same on all ranks of a DTensor."""
+    return param.numel() >= _MIN_NUMEL and param.dtype != torch.float64
 
 
 @dataclass(frozen=True)
@@ -29,7 +50,7 @@ class Policy:
     stochastic_rounding: bool
 
     def options(self) -> dict[str, Any]:
-        coded = self.state_dtype == _state8.CODES
+        coded = self.state_dtype == CODES
         return {
             "master_weights": self.master_weights,
             "state_dtype": "int8" if coded else self.state_dtype,
@@ -55,7 +76,7 @@ class Policy:
     def moments(self, param: torch.Tensor) -> torch.dtype:
         if param.dtype == torch.float64:
             return torch.float64
-        if self.state_dtype == _state8.CODES and not _state8.takes_codes(param):
+        if self.state_dtype == CODES and not _takes_codes(param):
             return torch.float32
         return self.state_dtype
 
@@ -88,8 +109,8 @@ class Policy:
         for name in moments:
             if name in state:
                 continue
-            if (dtype := self.moments(param)) == _state8.CODES:
-                state.update(_state8.create(param, name))
+            if (dtype := self.moments(param)) == CODES:
+                state.update(_zero_codes(param, name))
             else:
                 state[name] = torch.zeros_like(param, dtype=dtype)
 
@@ -114,7 +135,7 @@ class Policy:
         saved = {name: value for name, value in saved.items() if value is not None}
         if not saved:
             return {}
-        scales = {name + _state8.SUFFIX: name for name in moments}
+        scales = {name + _SCALE: name for name in moments}
         if (
             saved.keys() - {"step", *moments, *scales, *_masters.FORMS}
             or set(required) - saved.keys()
@@ -135,28 +156,19 @@ class Policy:
                     "saved with, or delete the key to go on from the weights alone"
                 )
         real = self.moments(param)
-        for name in (*moments, *_masters.FORMS):
-            if name not in saved:
-                continue
-            if name in moments and _state8.CODES in (real, getattr(saved[name], "dtype", None)):
-                state.update(_state8.restored(who, param, name, saved, real))
-                continue
-            if name == "remainder":
-                state[name] = self._restored_remainder(who, param, saved[name])
-                continue
-            dtype = torch.float32 if name == "master" else real
-            narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
-            state[name] = checked(who, name, param, saved[name], dtype, narrower)
+        for name in moments:
+            if name in saved:
+                state.update(_restored_moment(who, param, name, saved, real))
+        if "master" in saved:
+            state["master"] = checked(who, "master", param, saved["master"], torch.float32)
+        if "remainder" in saved:  # of 8 bits in place of 16: to nearest
+            mine, remainder = self.remainder, saved["remainder"]
+            (other,) = {*_REMAINDERS.values()} - {mine}
+            kept = other if getattr(remainder, "dtype", None) == other else mine
+            bits = checked(who, "remainder", param, remainder, kept)
+            half = lower_half if mine == torch.int16 else upper_half
+            state["remainder"] = bits if kept == mine else half(bits)
         return state
-
-    def _restored_remainder(self, who: str, param: torch.Tensor, saved: Any) -> torch.Tensor:
-        """Of 8 bits in place of 16: to nearest."""
-        own = self.remainder
-        (other,) = set(_REMAINDERS.values()) - {own}
-        if getattr(saved, "dtype", None) != other:
-            return checked(who, "remainder", param, saved, own, ())
-        found = checked(who, "remainder", param, saved, other, ())
-        return lower_half(found) if own == torch.int16 else upper_half(found)
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:
@@ -166,24 +178,101 @@ def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Te
     return torch.tensor(float(count), dtype=torch.float32, device=param.device)
 
 
-class _Hidden:
-    """Hides a state from torch's Optimizer.load_state_dict, which would cast its tensors."""
+def checked(
+    who: str,
+    name: str,
+    param: torch.Tensor,
+    t: Any,
+    dtype: torch.dtype,
+    narrower: tuple[torch.dtype, ...] = (),
+) -> torch.Tensor:
+    if not isinstance(t, torch.Tensor) or t.shape != param.shape:
+        got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{who}: {name} must be a tensor of shape {tuple(param.shape)}, got {got}")
+    if t.layout != torch.strided:
+        raise ValueError(f"{who}: {name} must be dense, got layout {t.layout}")
+    if is_sharded(t) != is_sharded(param):
+        raise ValueError(
+            f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"
+        )
+    if t.dtype not in (dtype, *narrower):
+        allowed = ", ".join(map(short, (dtype, *narrower)))
+        raise ValueError(f"{who}: {name} must have dtype {allowed}, got {short(t.dtype)}")
+    return t.detach().to(param.device, dtype, copy=True)
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
+
+def _kind(moment: str) -> state8.Codes:
+    return state8.UNSIGNED if moment == "exp_avg_sq" else state8.SIGNED
 
 
-def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A pre-hook of load_state_dict that hides every state from it."""
-    return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
+def _zero_codes(param: torch.Tensor, moment: str) -> dict[str, torch.Tensor]:
+    """The two entries of a moment that is zero."""
+    count, device = state8.blocks(local(param).numel()), param.device
+    scale = torch.zeros(count, dtype=torch.float32, device=device)
+    return {moment: torch.zeros_like(param, dtype=CODES), moment + _SCALE: scale}
 
 
-def show_states(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The inverse of hide_states."""
-    return {k: v.state if isinstance(v, _Hidden) else v for k, v in states.items()}
+def _decode(moment: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values, in FP32."""
+    values = torch.zeros_like(codes, dtype=torch.float32)
+    local(values).copy_(state8.decode(local(codes), scale, _kind(moment)))
+    return values
 
 
-_NARROW_STATES = {torch.bfloat16: "bfloat16"}
+def scales(states: list[dict[str, Any]], moments: tuple[str, ...]) -> list[torch.Tensor]:
+    """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
+    return [s.get(name + _SCALE, s["step"]) for name in moments for s in states]
+
+
+def widened(
+    state: dict[str, Any], moments: tuple[str, ...], dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """The state of a param with moments in `dtype` instead of codes and BF16."""
+    result = dict(state)
+    for name in moments:
+        if name + _SCALE in state:
+            result[name] = _decode(name, state[name], result.pop(name + _SCALE)).to(dtype)
+        elif name in state and state[name].dtype == torch.bfloat16:
+            result[name] = state[name].to(dtype)
+    return result
+
+
+def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
+    """A state to save: the codes of a DTensor as BF16, since other ranks would cut other blocks."""
+    sharded = any(is_sharded(state[name]) for name in moments if name + _SCALE in state)
+    return widened(state, moments, torch.bfloat16) if sharded else state
+
+
+def _restored_moment(
+    who: str, param: torch.Tensor, moment: str, saved: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The entries of a moment to load, which has `dtype` here and in the checkpoint any."""
+    values = saved[moment]
+    if getattr(values, "dtype", None) != CODES:
+        wide = torch.float32 if dtype == CODES else dtype
+        narrower = LOW_PRECISION if wide == torch.float32 else ()
+        values = checked(who, moment, param, values, wide, narrower)
+        if dtype != CODES:
+            return {moment: values}
+        entries = _zero_codes(param, moment)
+        encoded, block_scale = state8.encode(local(values).float(), _kind(moment))
+        local(entries[moment]).copy_(encoded)
+        entries[moment + _SCALE].copy_(block_scale)
+        return entries
+    codes = checked(who, moment, param, values, CODES)
+    scale: Any = saved.get(moment + _SCALE)
+    wanted = (state8.blocks(local(codes).numel()),)
+    is_tensor = isinstance(scale, torch.Tensor)
+    if not is_tensor or scale.dtype != torch.float32 or tuple(scale.shape) != wanted:
+        got = f"{short(scale.dtype)} {tuple(scale.shape)}" if is_tensor else scale
+        raise ValueError(
+            f"{who}: {moment}{_SCALE} must be float32 of shape {wanted}, one per {state8.BLOCK} "
+            f"elements of {moment}, got {got}"
+        )
+    scale = scale.detach().to(param.device, copy=True)
+    if dtype == CODES:
+        return {moment: codes, moment + _SCALE: scale}
+    return {moment: _decode(moment, codes, scale).to(dtype)}
 
 
 def described(optimizer: Any) -> str:
@@ -193,15 +282,14 @@ def described(optimizer: Any) -> str:
     kinds = Counter(
         short(p.dtype) + _described_form(p, its) for its, params in groups for p in params
     )
-    wide = policy.state_dtype == torch.float32
+    states = {torch.bfloat16: "bfloat16", CODES: "int8"}
     fields = {
         "params": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-        "state_dtype": None if wide else _NARROW_STATES.get(policy.state_dtype, "int8"),
+        "state_dtype": states.get(policy.state_dtype),
         "grad_dtype": None if grad_dtype is None else short(grad_dtype),
         "max_grad_norm": optimizer.max_grad_norm,
         "max_grad_value": optimizer.max_grad_value,
         "release_gradients": optimizer._release_gradients or None,
-        "clip": None if optimizer._clip == "current" else optimizer._clip,
         "skipped steps": int(optimizer.skipped),  # waits for a GPU, the only place that knows
     }
     return "".join(f"    {name}: {text}\n" for name, text in fields.items() if text is not None)

@@ -7,16 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ..ops import adamw_
+from ..ops.step import adamw_op
 from . import _settings
 from ._base import Optimizer
 
 
-def update(group: dict[str, Any], *tensors: Any, **options: Any) -> None:
-    """`adamw_` with the numbers of a group."""
-    beta1, beta2 = group["betas"]
-    eps, weight_decay = group["eps"], group["weight_decay"]
-    adamw_(*tensors, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, **options)
+def numbers(group: dict[str, Any], decoupled_weight_decay: bool) -> tuple[float, ...]:
+    return (*group["betas"], group["eps"], group["weight_decay"], decoupled_weight_decay)
 
 
 class AdamW(Optimizer):
@@ -46,10 +43,9 @@ class AdamW(Optimizer):
     norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.
     release_gradients: True updates each param inside backward, when its gradient is complete, and
     frees the gradient; step() ends the step. `grad` then raises RuntimeError when it is used, a
-    param whose gradient is Inf or NaN is skipped and no other, and there is one backward pass per
-    step(). max_grad_norm then needs clip="previous": by the norm of the step before, the first
-    unclipped. RuntimeError, as a rule before the first update, for what cannot work so: see
-    docs/optimizers.md.
+    param whose gradient is Inf or NaN is skipped and no other, there is one backward pass per
+    step(), and no max_grad_norm. RuntimeError, as a rule before the first update, for what cannot
+    work so: see docs/optimizers.md.
     process_group: ranks that hold different params, or parts of them, and must skip and clip
     together; for DTensors (FSDP2) the ranks are detected without it.
     foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
@@ -75,6 +71,7 @@ class AdamW(Optimizer):
     Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
     """
 
+    _op = adamw_op
     _decoupled = True
     _moment_names = ("exp_avg", "exp_avg_sq")
     _optional: ClassVar[dict[str, Any]] = {"maximize": False, "decoupled_weight_decay": True}
@@ -112,8 +109,8 @@ class AdamW(Optimizer):
                 f"{group['decoupled_weight_decay']}: AdamW decouples it, Adam does not"
             )
 
-    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
-        update(group, *tensors, decoupled_weight_decay=self._decoupled, **options)
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return numbers(group, self._decoupled)
 
 
 class Adam(AdamW):

@@ -36,14 +36,16 @@ class AveragedModel(swa_utils.AveragedModel):
         use_buffers: bool = False,
     ) -> None:
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
+        _masters.attach()
         for p in self.module.parameters():
-            if p.dtype in LOW_PRECISION or _masters.find(p):
+            if p.dtype in LOW_PRECISION or _masters.known(p):
                 p.data = _masters.values_of(p)
                 _masters.forget(p)
         self.module._apply(_wide)  # its buffers
 
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Take the current weights into the average."""
+        _masters.attach()
         super().update_parameters(_Wide(model))  # type: ignore[arg-type]
 
 
@@ -80,6 +82,7 @@ def fp32_state_dict(
     rounded; a remainder fits every value. optimizer: no longer needed, because masters belong to
     the params, and not read.
     """
+    _masters.attach()
     result = model.state_dict(keep_vars=True)
     copies: dict[int, torch.Tensor] = {}
     for name, value in result.items():
@@ -89,7 +92,7 @@ def fp32_state_dict(
             result[name] = copies[id(value)]
             continue
         tensor = value.detach()
-        if value.dtype in LOW_PRECISION or _masters.find(value):
+        if value.dtype in LOW_PRECISION or _masters.known(value):
             if not _masters.is_followed(value):
                 raise ValueError(
                     f"fp32_state_dict: {name} was written after the last step and is no longer its "

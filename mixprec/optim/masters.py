@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_map
 
 from .._local_gradients import LOW_PRECISION, gradient_of, local, placed_like
 from ..ops._dispatch.optimizer_update import unscaled
-from . import _batches
 from ._base import Optimizer
-from ._batches import Batch
-from ._state import Policy
-from ._state8 import checked
+from ._batches import Batch, on_device
+from ._state import Policy, checked
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,6 +55,7 @@ class Masters(Optimizer):
     _optional: ClassVar[dict[str, Any]] = {}
     _moment_names = ()  # of ours
     _group_options = ()
+    _KEPT = (*Optimizer._KEPT, "_kind", "_options")
 
     def __init__(
         self,
@@ -113,9 +112,7 @@ class Masters(Optimizer):
         wide = [self._wide.tensors[p] for p in params]
         for batch in batches:
             for p in batch.params:
-                factors = [
-                    _batches.on_device(batch.device, f) for f in (unscale, clips.get(batch.group))
-                ]
+                factors = [on_device(batch.device, f) for f in (unscale, clips.get(batch.group))]
                 self._wide.tensors[p].grad = self._gradient(p, factors)
         inner.step()
         self.state.update(_not_of_params(inner.state))
@@ -183,15 +180,8 @@ class Masters(Optimizer):
         if "master" in saved:
             if p.dtype not in (*LOW_PRECISION, torch.float32):
                 raise ValueError(f"{who}: the state holds a master, and its param is in {p.dtype}")
-            state["master"] = checked(who, "master", p, saved["master"], torch.float32, ())
+            state["master"] = checked(who, "master", p, saved["master"], torch.float32)
         return state
-
-    def __getstate__(self) -> dict[str, Any]:
-        policy = replace(self._wide, tensors={})
-        return {
-            **super().__getstate__(),
-            **{"_kind": self._kind, "_options": self._options, "_policy": policy},
-        }
 
 
 @dataclass(frozen=True)
@@ -212,6 +202,10 @@ class _Wide(Policy):
 
     def create(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
         """`kind` does."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = self.who, self.number, self.master_weights, self.state_dtype
+        return _Wide, (*fields, self.stochastic_rounding)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

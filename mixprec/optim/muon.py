@@ -11,10 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops import muon_direction_, sgd_
-from . import _settings, adamw
+from ..ops._dispatch.optimizer_update import UpdateOptions
+from ..ops.step import adamw_op, muon_direction_op, sgd_op
+from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
+from .adamw import numbers
 
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -52,7 +54,7 @@ class Muon(Optimizer):
         "ns_dtype": "bf16",
         "betas": _ADAMW["betas"],
     }
-    _OWN = (*Optimizer._OWN, "_adamw")
+    _KEPT = (*Optimizer._KEPT, "_adamw")
 
     def __init__(
         self,
@@ -141,41 +143,40 @@ class Muon(Optimizer):
 
     def _update_batches(self, batches: list[Batch], *args: Any) -> None:
         parts = ((part, p) for b in batches for part, p in zip(b.data, b.params, strict=True))
-        self._whole = {id(part): p for part, p in parts if is_sharded(p)}
+        self._sharded = {id(part): p for part, p in parts if is_sharded(p)}
         super()._update_batches(batches, *args)
 
-    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
         if not group["use_muon"]:
-            adamw.update(group, *tensors, **options)
+            adamw_op.run(numbers(group, True), options, *tensors)
             return
-        params, grads, buffers, masters, steps = tensors
-        of_param = ("lr", "stochastic_rounding")
-        direction = {name: x for name, x in options.items() if name not in of_param}
-        of_both = ("seed", "found_inf", *of_param)
-        update = {name: x for name, x in options.items() if name in of_both}
+        params, grads, (buffers,), masters, steps = tensors
+        direction = options._replace(lr=0.0, stochastic_rounding=False)
+        update = options._replace(
+            maximize=False, max_value=math.inf, inv_scale=None, clip=None, state_scales=[]
+        )
         for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
             one = slice(i, i + 1)
-            indices = {"indices": options["indices"][one]}
+            indices = options.indices[one]
             wide = torch.float64 if param.dtype == torch.float64 else torch.float32
             d = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
-            muon_direction_(
+            muon_direction_op.run(
+                (group["momentum"], group["nesterov"]),
+                direction._replace(indices=indices),
                 [d],
                 grads[one],
-                [buffer],
+                [[buffer]],
                 [],
                 steps[one].clone(),  # sgd_ counts the step
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                **direction | indices,
             )
-            sgd_(
+            sgd_op.run(
+                (0.0, 0.0, group["weight_decay"], False),
+                update._replace(indices=indices),
                 [param],
-                [_orthogonal(d, self._whole.get(id(param), param), group)],
+                [_orthogonal(d, self._sharded.get(id(param), param), group)],
                 [],
                 masters[one],
                 steps[one],
-                weight_decay=group["weight_decay"],
-                **update | indices,
             )
 
 

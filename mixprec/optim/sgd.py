@@ -1,4 +1,4 @@
-"""SGD: unscale, clip, momentum, update and write-back in one pass, without a host sync."""
+"""SGD and Lion: unscale, clip, update and write-back in one pass, without a host sync."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ..ops import sgd_
+from ..ops.step import lion_op, sgd_op
 from . import _settings
 from ._base import Optimizer
 
@@ -25,6 +25,7 @@ class SGD(Optimizer):
     """
 
     _optional: ClassVar[dict[str, Any]] = {"maximize": False, "nesterov": False}
+    _op = sgd_op
     _moment_names = ("momentum_buffer",)
     _moments_required = False  # momentum may be switched on and off
 
@@ -60,7 +61,7 @@ class SGD(Optimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         if group["momentum"] == 0:
             return ()
-        states = [self.state[p] for p in group["params"] if p in self.state]
+        states = (self.state[p] for p in group["params"] if p in self.state)
         if group["dampening"] != 0 and any(s and "momentum_buffer" not in s for s in states):
             raise ValueError(
                 "SGD: momentum that is switched on after the first step needs dampening=0, got "
@@ -68,14 +69,35 @@ class SGD(Optimizer):
             )
         return self._moment_names
 
-    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
-        if group["momentum"] == 0:
-            tensors = (*tensors[:2], [], *tensors[2:])
-        sgd_(
-            *tensors,
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            **options,
-        )
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
+
+
+class Lion(Optimizer):
+    """Lion: steps of the size lr in the direction of a sign, for fp32, bf16, fp16 and fp64 params.
+
+    The formula is that of `mixprec.ops.lion_`. It keeps one moment, half of AdamW's state, and
+    usually needs an lr three to ten times smaller than AdamW's and a weight_decay as much larger.
+    lr, betas, weight_decay and maximize may differ between param groups. state[param]: `exp_avg`,
+    `step`, and `master` or `remainder`. Options, skipping, scaling and errors as for `AdamW`.
+    Source: Symbolic Discovery of Optimization Algorithms (Chen et al., 2023).
+    """
+
+    _op = lion_op
+    _moment_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, options)
+
+    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*group["betas"], group["weight_decay"])

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("functional.operands", "scaling", "grad_report", "distributed", "memory", "availability"),
     ("functional",),
     ("nn", "optim", "amp"),
-    ("_checkpoint_file", "_random_state"),
+    ("_checkpoint_file",),
     ("checkpoint",),
     ("diagnostics",),
     ("integrations", "filters", "stats"),

@@ -219,18 +219,6 @@ def test_groups_that_are_edited(options: dict[str, Any]) -> None:
         optimizer.step()
 
 
-def test_a_clipped_norm_is_copied() -> None:
-    p = nn.Parameter(torch.zeros(64))
-    optimizer = SGD([p], lr=1.0, release_gradients=True, max_grad_norm=0.01, clip="previous")
-    p.sum().backward()
-    optimizer.step()
-    (q,), copied = copy.deepcopy(([p], optimizer))
-    before = q.detach().clone()
-    q.sum().backward()
-    copied.step()
-    assert abs((q - before).norm().item() - 0.01) < 1e-6
-
-
 @pytest.mark.parametrize("options", [{}, R16])
 def test_a_file_has_the_masters_of_the_weights_that_are_loaded(
     options: dict[str, Any], tmp_path: Path

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...optim._state8 import short
+from ...optim._state import short
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default

@@ -19,7 +19,7 @@ from ..._modes import nor_below
 from ...functional import _products
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
-from ...optim._state8 import short
+from ...optim._state import short
 from ...recipes import OUTLIERS, Recipe
 from . import ops, provenance
 from .accumulation import Gradients, Sums, Updates

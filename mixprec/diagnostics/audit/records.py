@@ -11,7 +11,7 @@ import torch
 
 from ...formats import E4M3, E5M2
 from ...functional._products import ROLES
-from ...optim._state8 import short
+from ...optim._state import short
 from ...recipes import Recipe
 from ..stats.measure import decibels, largest_kept
 

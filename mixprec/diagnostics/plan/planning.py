@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import _random_state
+from ..._checkpoint_file import random_states_kept
 from ...nn.autocast import autocast
 from ...ops._dispatch import checks
 from ...optim import SGD
@@ -84,7 +84,7 @@ def plan(
         raise ValueError(f"plan: passes must be an int of 4 or more, got {passes!r}")
     # A third of the passes or more are for gradients of inputs.
     count = min(_BATCHES, max((passes - 2) // 3, 1))
-    with _random_state.restored():  # which a DataLoader draws from
+    with random_states_kept():  # which a DataLoader draws from
         taken = list(itertools.islice(batches() if callable(batches) else batches, count))
     if not taken:
         raise ValueError("plan: batches must have at least one")

@@ -37,6 +37,22 @@ class Step(NamedTuple):
     settings: tuple[float, ...]
 
 
+class UpdateOptions(NamedTuple):
+    """What one call reads beside params, grads, states, masters, steps and the settings of its
+    formula; `adamw_` describes each."""
+
+    lr: float | torch.Tensor
+    maximize: bool = False
+    max_value: float = math.inf
+    stochastic_rounding: bool = False
+    seed: int = 0
+    indices: Sequence[int] = ()
+    inv_scale: torch.Tensor | None = None
+    clip: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    state_scales: Tensors = ()
+
+
 def rounded(value: float, real: torch.dtype) -> float:
     """A constant in the dtype of the arithmetic."""
     return value if real == torch.float64 else ctypes.c_float(value).value
@@ -184,26 +200,16 @@ class UpdateOp(Op):
 
     def run(
         self,
+        settings: Sequence[float],
+        options: UpdateOptions,
         params: Tensors,
         grads: Tensors,
         states: Sequence[Tensors],
         masters: Tensors,
         steps: torch.Tensor,
-        lr: float | torch.Tensor,
-        settings: Sequence[float],
-        *,
-        state_scales: Tensors = (),
-        maximize: bool = False,
-        max_value: float = math.inf,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        indices: Sequence[int] = (),
-        inv_scale: torch.Tensor | None = None,
-        clip: torch.Tensor | None = None,
-        found_inf: torch.Tensor | None = None,
     ) -> None:
-        """One step; states: a list for each of the names. The options are those of `adamw_`."""
-        for name, tensors in zip(("params", *self.states), (params, *states), strict=True):
+        """One step; states: a list for each of the names; none for a stateless step."""
+        for name, tensors in zip(("params", *self.states), (params, *states), strict=False):
             if type(tensors) is not list:
                 checks.is_sequence(self.name, name, tensors)
         if not params:
@@ -215,25 +221,26 @@ class UpdateOp(Op):
             states = ()
         for name, tensors in zip(self.states, states, strict=False):
             _check_count(self.name, name, tensors, len(params), False)
+        lr = options.lr
         on_device = isinstance(lr, torch.Tensor)
         self(
             params,
             grads,
             [t for tensors in states for t in tensors],
-            state_scales,
+            options.state_scales,
             masters,
             steps,
             0.0 if on_device else lr,
             settings,
-            maximize,
-            max_value,
-            stochastic_rounding,
-            seed,
-            indices,
+            options.maximize,
+            options.max_value,
+            options.stochastic_rounding,
+            options.seed,
+            options.indices,
             lr if on_device else None,
-            inv_scale,
-            clip,
-            found_inf,
+            options.inv_scale,
+            options.clip,
+            options.found_inf,
         )
 
 
