@@ -1,10 +1,251 @@
-"""`python -m mixprec.env`: versions, machine, what each op runs on. See mixprec.diagnostics.env."""
+"""python -m mixprec.env: versions, machine, compiled kernels, and the backend of each op.
 
+`report()` returns the same as a dict of plain values. No module of mixprec imports this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
 import sys
+from pathlib import Path
+from typing import Any
 
-from .diagnostics.env import build, describe, machine, main, report, self_test, variants, versions
+import torch
 
-__all__ = ["build", "describe", "machine", "main", "report", "self_test", "variants", "versions"]
+from . import __version__
+from .ops._dispatch import backends, gemm_table, library, self_check
+from .ops._dispatch.op import OPS
+
+# The processor features by which our kernels, or those of torch, are selected.
+FEATURES = (
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),
+    *("avx512_fp16", "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"),
+)
+OPTIONAL = ("triton", "rich", "matplotlib", "numpy", "torchao")
+
+
+def versions() -> dict[str, str]:
+    """The versions of mixprec, Python, torch, and of the optional packages that are installed."""
+    found = {"mixprec": __version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
+    for name in OPTIONAL:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip().lower(): value.strip() for key, value in pairs}
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and features, the threads and instruction sets in use, the GPU."""
+    info = _cpuinfo()
+    flags = (info.get("flags") or info.get("features") or "").split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu, gpu_reason = _gpu()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in info:  # rented machines name the maker alone
+        name += f" (family {info['cpu family']}, model {info.get('model')})"
+    return {
+        "system": platform.platform(),
+        "processor": name,
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "features": [name for name in FEATURES if name in flags],
+        "isa": library.C.isa() if library.C is not None else None,
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "gpu": gpu,
+        "gpu_reason": gpu_reason,
+    }
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    """The name of the first GPU, or why there is none."""
+    if torch.version.cuda is None:
+        return None, "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return None, f"torch is built for CUDA {torch.version.cuda} but finds no usable GPU"
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"{torch.cuda.get_device_name(0)} (compute capability {major}.{minor})", None
+
+
+def build() -> dict[str, Any]:
+    """How mixprec._C was built and which instruction sets run here, or why it is not loaded."""
+    extension = library.C
+    if extension is None:
+        return {"loaded": False, "reason": library.LOAD_ERROR}
+    return {
+        "loaded": True,
+        "file": extension.__file__,
+        **extension.build_info(),
+        "cuda_reason": library.CUDA_ERROR,
+        "isa": extension.isa(),
+        "isa_available": list(extension.isa_available()),
+        "isa_forced": os.environ.get("MIXPREC_ISA") or None,
+    }
+
+
+def variants(device_type: str) -> dict[str, dict[str, Any]]:
+    """Per op: the backend used for tensors on `device_type`, and why the others are not."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, op in OPS.items():
+        tried = op.order(device_type)
+        reasons = {b: op.why_not(b, device_type) for b in backends.BACKENDS}
+        uses = next((b for b in tried if reasons[b] is None), None)
+        for backend in backends.BACKENDS:
+            if reasons[backend] is None and backend != uses:
+                reasons[backend] = (
+                    f"{uses} comes first"
+                    if backend in tried
+                    else f"runs only when asked for: mixprec.use_backend({backend!r})"
+                )
+        table[name] = {
+            "uses": uses,
+            "others": {b: reason for b, reason in reasons.items() if b != uses},
+        }
+    return table
+
+
+def gemm_choice() -> dict[str, Any]:
+    """How the backend of gemm is chosen on the first GPU: the order and the measured entries."""
+    capability = library.capability(0)
+    arch = None if capability is None else ".".join(map(str, capability))
+    return {
+        "order": list(gemm_table.DEFAULT),
+        "arch": arch,
+        "entries": {k: list(entry) for k, entry in gemm_table.table().get(arch or "", {}).items()},
+        "file": str(gemm_table.user_file()),
+    }
+
+
+_TESTED = [backend for backend in backends.BACKENDS if backend != "reference"]
+
+
+def self_test(name: str, device: str) -> str | None:
+    """How the backend of op `name` on `device` differs from the reference; None if it does not."""
+    return self_check.difference(OPS[name], OPS[name], device)
+
+
+def report() -> dict[str, Any]:
+    """Everything `python -m mixprec.env` prints, as plain values."""
+    extension = build()
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    by_device = {device: variants(device) for device in devices}
+    tests = {
+        # The reference itself has nothing to be compared with.
+        device: {n: self_test(n, device) for n, op in ops.items() if op["uses"] in _TESTED}
+        for device, ops in by_device.items()
+    }
+    passed = not any(found for of_device in tests.values() for found in of_device.values())
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "extension": extension,
+        "ops": by_device,
+        "gemm": gemm_choice(),
+        "self_test": tests,
+        "ok": extension["loaded"] and passed,
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """A report as text."""
+    where, extension = facts["machine"], facts["extension"]
+    lines = ["Versions", *(f"  {name:12} {text}" for name, text in facts["versions"].items())]
+    lines += [
+        "",
+        "Machine",
+        f"  system       {where['system']}",
+        f"  processor    {where['processor']}, {where['cores']} cores, "
+        f"torch uses {where['threads']} threads",
+        f"  features     {' '.join(where['features']) or 'none that the kernels use'}",
+        f"  gpu          {where['gpu'] or 'none: ' + where['gpu_reason']}",
+        "",
+        "Compiled kernels (mixprec._C)",
+    ]
+    if extension["loaded"]:
+        forced = extension["isa_forced"]
+        for_cuda = extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}"
+        why = f"forced by MIXPREC_ISA={forced}" if forced else "the best one supported here"
+        lines += [
+            f"  loaded       {extension['file']}",
+            f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
+            f"  level in use {extension['isa']} ({why}; available: "
+            f"{', '.join(extension['isa_available'])})",
+            f"  for CUDA     {for_cuda}",
+        ]
+    else:
+        lines += [f"  NOT LOADED   {extension['reason']}"]
+    for device, ops in facts["ops"].items():
+        lines += ["", f"Ops on {device}: the backend in use, and the result of its self-test"]
+        width = max(map(len, ops))
+        for name, op in ops.items():
+            verdict = _verdict(facts, device, name)
+            lines.append(f"  {name:{width}} {op['uses'] or 'NOTHING':10} {verdict}")
+        lines += _reasons(ops)
+        if device == "cuda":
+            lines += _describe_choice(facts["gemm"])
+    lines += ["", "All is well." if facts["ok"] else "Something is wrong: see above."]
+    return "\n".join(lines)
+
+
+def _describe_choice(choice: dict[str, Any]) -> list[str]:
+    """Which backend of gemm is chosen for a call on a GPU."""
+    order = ", ".join(choice["order"])
+    lines = [f"  gemm uses the first of {order} that supports the call"]
+    if choice["entries"]:
+        lines[0] += ", except where measured:"
+    lines += [f"    {kind:24} {backend}" for kind, (backend, _) in choice["entries"].items()]
+    if not choice["entries"]:
+        lines.append(
+            f"    nothing is measured for compute capability {choice['arch']}: "
+            f"python -m mixprec.bench tune measures, and writes {choice['file']}"
+        )
+    return lines
+
+
+def _verdict(report: dict[str, Any], device: str, name: str) -> str:
+    tests = report["self_test"][device]
+    if name not in tests:
+        uses = report["ops"][device][name]["uses"]
+        return f"not tested: {'it is the reference' if uses else 'no backend can run it'}"
+    return "ok" if tests[name] is None else f"FAILED, {tests[name]}"
+
+
+def _reasons(ops: dict[str, dict[str, Any]]) -> list[str]:
+    """Why the other backends are not used: each reason once, with its ops."""
+    ops_by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, op in ops.items():
+        for backend, reason in op["others"].items():
+            ops_by_reason.setdefault((backend, reason), []).append(name)
+    return [
+        f"  not {backend} ({'all ops' if len(names) == len(ops) else ', '.join(names)}): {reason}"
+        for (backend, reason), names in ops_by_reason.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report. Returns 1 if mixprec._C is missing or a self-test failed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m mixprec.env", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args = parser.parse_args(argv)
+    found = report()
+    print(json.dumps(found, indent=1) if args.json else describe(found))
+    return 0 if found["ok"] else 1
+
 
 if __name__ == "__main__":
     sys.exit(main())

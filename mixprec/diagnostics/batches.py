@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-def made(place: str) -> tuple[Any, ...]:
+def entry_point(place: str) -> tuple[Any, ...]:
     """What FUNCTION of "MODULE:FUNCTION" returns: a model, a batch or batches, and perhaps a loss.
     ValueError for anything else."""
     module, _, name = place.partition(":")

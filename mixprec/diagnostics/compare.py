@@ -22,10 +22,10 @@ from ..ops._dispatch import simulation
 from ..ops.block_operands import check_not_simulated
 from ..optim import AdamW
 from ..recipes import Recipe
-from .plan.plan import Plan
+from .plan.result import Plan
 from .report import KINDS, Report, Row
-from .terminal import Line
 from .training_run import TrainingRun, torch_formats
+from .writers import Progress
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -194,7 +194,7 @@ def compare(
                 _seed_all(seed)  # a DataLoader that shuffles draws its order from here
                 data, length = _read(batches, steps)
                 try:
-                    with Line() as line:
+                    with Progress() as line:
                         shown = progress or _progress(line, report)
                         run.train(data, length, schedule, shown, report.rows[0].data)
                 finally:
@@ -216,7 +216,7 @@ def compare(
     return report
 
 
-def _progress(line: Line, report: Report) -> Callable[[str, int, int | None, float], None]:
+def _progress(line: Progress, report: Report) -> Callable[[str, int, int | None, float], None]:
     def show(recipe: str, step: int, steps: int | None, loss: float) -> None:
         of = "" if steps is None else f" of {steps}"
         value = f"{report.loss_name} {loss * report.loss_factor:.4g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from ..optim._release_hooks import is_released, other_hooks
 from . import plotting
 from .batches import call, scalar_loss, tensors
 from .peak_memory import LiveGradients, MostInUse, resident
-from .report_table import aligned, readable
-from .unchanged import as_before
+from .restore import restored
+from .writers import aligned, readable
 
 # What an optimizer of mixprec may hold before its first step.
 _MASTERS = {"master", "remainder"}
@@ -78,17 +78,25 @@ class MemoryReport:
     def cells(self, *others: MemoryReport) -> list[list[str]]:
         """The lines of `table`, the heading first."""
         reports = (self, *others)
-        names = row_names(reports)
+        names = _row_names(reports)
         lines = [["", *(report.label or "bytes" for report in reports)]]
         lines += [[n, *(readable(report.rows().get(n)) for report in reports)] for n in names]
-        for name, get in (
-            ("saved, all", lambda report: report.saved_total if report.saved else None),
-            ("total", lambda report: report.total),
-            ("peak", lambda report: report.peak),
-        ):
-            lines.append([name, *(readable(get(report)) for report in reports)])
-        # Nothing of what was not measured.
-        return [line for line in (*lines, *_peak_lines(reports)) if set(line[1:]) != {"-"}]
+        columns = [report._summary() for report in reports]
+        lines += [[n, *(readable(column[n]) for column in columns)] for n in columns[0]]
+        lines.append(["most in use at", *(report.moment or "-" for report in reports)])
+        for part in dict.fromkeys(part for report in reports for part in report.held):
+            lines.append([f"there: {part}", *(readable(r.held.get(part)) for r in reports)])
+        return [line for line in lines if set(line[1:]) != {"-"}]  # nothing that was not measured
+
+    def _summary(self) -> dict[str, int | None]:
+        unknown = self.peak is None or self.start is None
+        return {
+            "saved, all": self.saved_total if self.saved else None,
+            "total": self.total,
+            "peak": self.peak,
+            "peak above the start": None if unknown else self.peak - self.start,  # type: ignore[operator]
+            "peak: files": self.files,
+        }
 
     def __str__(self) -> str:
         return self.table()
@@ -99,20 +107,11 @@ class MemoryReport:
         The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
         """
         reports = (self, *others)
-        plotting.save(plotting.plot_memory(reports, row_names(reports)), path)
+        bars = [(report.label, report.rows()) for report in reports]
+        plotting.save(plotting.plot_memory(bars, _row_names(reports)), path)
 
 
-def _peak_lines(reports: Sequence[MemoryReport]) -> Iterator[list[str]]:
-    """What the table has of the peak."""
-    above = [None if r.peak is None or r.start is None else r.peak - r.start for r in reports]
-    yield ["peak above the start", *map(readable, above)]
-    yield ["peak: files", *(readable(report.files) for report in reports)]
-    yield ["most in use at", *(report.moment or "-" for report in reports)]
-    for part in dict.fromkeys(part for report in reports for part in report.held):
-        yield [f"there: {part}", *(readable(report.held.get(part)) for report in reports)]
-
-
-def row_names(reports: Iterable[MemoryReport]) -> list[str]:
+def _row_names(reports: Iterable[MemoryReport]) -> list[str]:
     """The parts of any of the reports: parameters, gradients, states, saved."""
     names = dict.fromkeys(name for report in reports for name in report.rows())
     return sorted(names, key=lambda name: name.startswith("saved"))  # the sort is stable
@@ -164,7 +163,7 @@ def memory_report(
         if size := saved[kind] - before:
             most.add(kind, size, kept)
 
-    with as_before(model), _peak(device) as (start, peak):
+    with restored(model), _peak(device) as (start, peak):
         with recorded(look):
             output = call(model, batch)
             output = output if loss is None else loss(output)
@@ -190,17 +189,9 @@ def memory_report(
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
     files = resident("RssFile") if device.type == "cpu" else None
     return MemoryReport(
-        label,
-        _bytes(params),
-        gradients,
-        states,
-        kinds,
-        largest,
-        start,
-        files,
-        most.held,
+        label, _bytes(params), gradients, states, kinds, largest, start, files, most.held,
         most.moment,
-    )
+    )  # fmt: skip
 
 
 def _bytes(values: Iterable[torch.Tensor]) -> int:

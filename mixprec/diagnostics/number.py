@@ -11,7 +11,7 @@ import torch
 from ..formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, Format
 from ..ops import dequantize, quantize
 from ..quantized import Quantized
-from .report_table import aligned
+from .writers import aligned
 
 _BLOCKS = (("mxfp8", E4M3), ("mxfp8", E5M2), ("mxfp6", E2M3), ("mxfp6", E3M2), ("mxfp4", E2M1))
 

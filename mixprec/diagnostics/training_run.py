@@ -8,7 +8,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,19 +17,20 @@ from torch import nn
 from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
-from .audit.report import model_sqnr
+from ..optim._state8 import short
 from .batches import call, map_tensors, scalar_loss, tensors
+from .layers import after_forward
 from .memory_report import recorder
-from .outliers import choose_outliers
 from .report import Row
+from .suggest import choose_outliers, model_sqnr
+from .writers import SHORT
 
 MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def torch_formats(dtype: torch.dtype) -> str:
     """The formats of a GEMM run by torch.nn.Linear, for a Row."""
-    name = _SHORT.get(dtype, str(dtype))
+    name = SHORT.get(short(dtype), str(dtype))
     return f"{name} x {name} (torch)"
 
 
@@ -225,28 +226,24 @@ class TrainingRun:
         def ours(kind: str, name: str, a: str, b: str) -> None:
             gemms[name, kind, f"{a} x {b}"] += 1
 
-        def watch(name: str) -> Callable[..., None]:
-            def after_forward(module: nn.Linear, args: Any, kwargs: Any, out: torch.Tensor) -> None:
-                formats = torch_formats(out.dtype)
-                gemms[name, "forward", formats] += 1
-                x = next(iter((*args, *kwargs.values())))
-                operands = (("grad_input", x), ("grad_weight", module.weight))
-                kinds = [kind for kind, t in operands if t.requires_grad]
+        def torchs(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+            formats = torch_formats(y.dtype)
+            gemms[name, "forward", formats] += 1
+            operands = {"grad_input": x, "grad_weight": module.weight}
+            kinds = [kind for kind, t in operands.items() if t.requires_grad]
 
-                def after_backward(grad: torch.Tensor) -> None:
-                    gemms.update((name, kind, formats) for kind in kinds)
+            def after_backward(grad: torch.Tensor) -> None:
+                gemms.update((name, kind, formats) for kind in kinds)
 
-                if out.requires_grad:
-                    out.register_hook(after_backward)
+            if y.requires_grad:
+                y.register_hook(after_backward)
 
-            return after_forward
-
-        with ExitStack() as stack:
-            stack.enter_context(observed(ours))
-            for name, module in self.model.named_modules():
-                if isinstance(module, nn.Linear) and not isinstance(module, Layer):
-                    handle = module.register_forward_hook(watch(name), with_kwargs=True)
-                    stack.callback(handle.remove)
+        layers = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and not isinstance(module, Layer)
+        }
+        with observed(ours), after_forward(layers, torchs):
             yield
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import transformers
 
 from .. import _said
-from ..diagnostics.audit.report import Audit
-from ..diagnostics.recorded import Recorded
+from ..diagnostics.audit import Audit
+from ..diagnostics.writers import Recorded
 
 
 class AuditCallback(Recorded, transformers.TrainerCallback):

@@ -26,7 +26,7 @@ from optimizers import (
 )
 
 from mixprec.diagnostics.memory_report import _state_bytes
-from mixprec.diagnostics.stats.monitor import _applied
+from mixprec.diagnostics.stats import _applied
 from mixprec.optim import SGD, AdamW, Masters, fp32_state_dict
 from mixprec.optim._base import Optimizer
 

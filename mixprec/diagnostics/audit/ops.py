@@ -1,4 +1,4 @@
-"""The ops that audit lists, and their FLOPs.
+"""The ops that audit lists: their FLOPs, and what it reports of their calls.
 
 A multiplication and an addition are 2 FLOPs; only those of products count. Causal attention counts
 as attention without a mask, as in torch.utils.flop_counter.
@@ -7,18 +7,31 @@ as attention without a mask, as in torch.utils.flop_counter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from ...functional._products import ROLES
+from ...ops._dispatch import op as registry
 from ...ops.attention import attention_backward_op, attention_op
 from ...ops.cross_entropy import cross_entropy_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
 from ...ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ...ops.norm_quantize import norm_quantize_op
+from ...optim._state8 import short
+from ...recipes import Recipe
+from ..writers import SHORT
+from .loss import RESULT, Lost
 
+FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
+PRODUCTS = ("product", "convolution", "attention", "rnn")
+_FP8_NAMES = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8, "mxfp6": 6}
 Arguments = dict[str, Any]  # of a call, by the names of the op's schema
 Count = Callable[[Arguments, Any], int]  # FLOPs, from the arguments and the result
 aten = torch.ops.aten
@@ -88,24 +101,14 @@ def _attention(
     return flops
 
 
-def _rnn(args: Arguments, _: Any) -> int:
-    """One layer and direction of oneDNN: x [T, B, I], weights [G * H, I] and [G * H, H]."""
-    x = args["input"]
-    return 2 * x.shape[0] * x.shape[1] * (args["weight0"].numel() + args["weight1"].numel())
-
-
-def _rnn_backward(args: Arguments, _: Any) -> int:
-    x = args["input"]
-    return 4 * x.shape[0] * x.shape[1] * (args["weight1"].numel() + args["weight2"].numel())
-
-
-def _cudnn_rnn(times: int) -> Count:
-    """weight: for each layer and direction two matrices, and biases."""
+def _rnn(times: int, *weights: str) -> Count:
+    """Of oneDNN, one layer and direction: x [T, B, I], weights [G * H, I] and [G * H, H]; of cuDNN,
+    for each layer and direction two such matrices, and biases."""
 
     def flops(args: Arguments, _: Any) -> int:
-        x = args["input"]
+        x, matrices = args["input"], tensors([args[name] for name in weights])
         tokens = x.shape[0] if args["batch_sizes"] else x.shape[0] * x.shape[1]
-        return times * tokens * sum(w.numel() for w in args["weight"] if w.dim() > 1)
+        return times * tokens * sum(w.numel() for w in matrices if w.dim() > 1)
 
     return flops
 
@@ -158,61 +161,47 @@ def _none(*_: Any) -> int:
 
 _TABLE: dict[str, list[tuple[str, tuple[str, ...], Count]]] = {
     "product": [
-        ("mm", ("self", "mat2"), _product("self", "mat2")),
-        ("addmm", ("mat1", "mat2"), _product("mat1", "mat2")),
-        ("bmm", ("self", "mat2"), _product("self", "mat2")),
-        ("baddbmm", ("batch1", "batch2"), _product("batch1", "batch2")),
-        ("addbmm", ("batch1", "batch2"), _product("batch1", "batch2")),
-        ("mv", ("self", "vec"), _product("self", "vec")),
-        ("addmv", ("mat", "vec"), _product("mat", "vec")),
-        ("dot", ("self", "tensor"), _product("self", "tensor")),
-        ("vdot", ("self", "other"), _product("self", "other")),
-        ("_scaled_mm", ("self", "mat2"), _product("self", "mat2")),
-        ("_scaled_mm_v2", ("self", "mat2"), _product("self", "mat2")),
-        ("_int_mm", ("self", "mat2"), _product("self", "mat2")),
-        ("_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
-        ("_scaled_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
+        *((names, (a, b), _product(a, b)) for names, a, b in (
+            ("mm bmm _scaled_mm _scaled_mm_v2 _int_mm", "self", "mat2"),
+            ("addmm", "mat1", "mat2"), ("baddbmm addbmm", "batch1", "batch2"),
+            ("mv", "self", "vec"), ("addmv", "mat", "vec"),
+            ("dot", "self", "tensor"), ("vdot", "self", "other"),
+        )),
+        ("_grouped_mm _scaled_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
         ("linear", ("input", "weight"), _linear),
         ("_trilinear", ("i1", "i2", "i3"), _trilinear),
         ("_sparse_addmm", ("mat1", "mat2"), _sparse),
     ],
     "convolution": [
-        ("convolution", ("input", "weight"), _convolution("input")),
-        ("convolution_overrideable", ("input", "weight"), _convolution("input")),
-        ("_convolution", ("input", "weight"), _convolution("input")),
-        ("mkldnn_convolution", ("self", "weight"), _convolution("self")),
-        ("cudnn_convolution", ("self", "weight"), _convolution("self")),
-        ("miopen_convolution", ("self", "weight"), _convolution("self")),
-        ("_slow_conv2d_forward", ("self", "weight"), _convolution("self")),
+        ("convolution convolution_overrideable _convolution", ("input", "weight"),
+         _convolution("input")),
+        ("mkldnn_convolution cudnn_convolution miopen_convolution _slow_conv2d_forward",
+         ("self", "weight"), _convolution("self")),
         ("convolution_backward", ("grad_output", "input", "weight"), _convolution_backward),
     ],
     "attention": [
-        (f"_scaled_dot_product_{name}{backward}", ("query", "key", "value"), _attention(products))
-        for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
-                     "cudnn_attention", "fused_attention_overrideable")
-        for backward, products in (("", "kv"), ("_backward", "kvkvk"))
-    ] + [("_native_multi_head_attention", ("query", "qkv_weight"), _multi_head_attention),
-         ("_transformer_encoder_layer_fwd", ("src", "qkv_weight"), _encoder_layer)],
+        *((f"_scaled_dot_product_{name}{backward}", ("query", "key", "value"), _attention(products))
+          for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
+                       "cudnn_attention", "fused_attention_overrideable")
+          for backward, products in (("", "kv"), ("_backward", "kvkvk"))),
+        ("_native_multi_head_attention", ("query", "qkv_weight"), _multi_head_attention),
+        ("_transformer_encoder_layer_fwd", ("src", "qkv_weight"), _encoder_layer),
+    ],
     "rnn": [
-        ("mkldnn_rnn_layer", ("input", "weight0", "weight1"), _rnn),
-        ("mkldnn_rnn_layer_backward", ("input", "weight1", "weight2"), _rnn_backward),
-        ("_cudnn_rnn", ("input", "weight"), _cudnn_rnn(2)),
-        ("_cudnn_rnn_backward", ("input", "weight"), _cudnn_rnn(4)),
+        ("mkldnn_rnn_layer", ("input", "weight0", "weight1"), _rnn(2, "weight0", "weight1")),
+        ("mkldnn_rnn_layer_backward", ("input", "weight1", "weight2"),
+         _rnn(4, "weight1", "weight2")),
+        ("_cudnn_rnn", ("input", "weight"), _rnn(2, "weight")),
+        ("_cudnn_rnn_backward", ("input", "weight"), _rnn(4, "weight")),
     ],
     "reduction": [
-        (name, (first,), _none)
-        for first, names in (
-            ("self", "_softmax _log_softmax sum mean logsumexp cumsum var_mean linalg_vector_norm "
-                     "nll_loss_forward mse_loss"),
-            ("input", "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm"),
-        )
-        for name in names.split()
+        ("_softmax _log_softmax sum mean logsumexp cumsum var_mean linalg_vector_norm "
+         "nll_loss_forward mse_loss", ("self",), _none),
+        ("native_layer_norm native_group_norm native_batch_norm _fused_rms_norm", ("input",),
+         _none),
     ],
 }  # fmt: skip
-
-
-# Of all variants of one of our ops, whose arguments have the same names.
-_OURS: dict[Any, Listed] = {
+_OURS: dict[registry.Op, Listed] = {
     **dict.fromkeys((gemm_op, gemm_simulated_op, gemm_accumulate_op),
                     Listed("product", ("a", "b"), _product("a", "b"))),
     **dict.fromkeys((gemm_grouped_op, gemm_grouped_accumulate_op),
@@ -224,12 +213,6 @@ _OURS: dict[Any, Listed] = {
     cross_entropy_op: Listed("reduction", ("logits",), _none),
     norm_quantize_op: Listed("reduction", ("x",), _none),
 }  # fmt: skip
-# By the names that we give them: variants are registered when they are first used.
-_OUR_NAMES = {
-    f"mixprec::{op.variant_name(variant)}": row
-    for op, row in _OURS.items()
-    for variant in ("cpp", "reference", "triton", "vendor")
-} | {"mixprec::gemm_blocks_vendor": _OURS[gemm_op]}
 
 
 @functools.cache
@@ -238,27 +221,36 @@ def _torchs() -> dict[Any, Listed]:
     return {
         getattr(aten, name): Listed(kind, operands, flops)
         for kind, rows in _TABLE.items()
-        for name, operands, flops in rows
+        for names, operands, flops in rows
+        for name in names.split()
         if hasattr(aten, name)  # an older torch lacks some
     }
 
 
-def listed(func: Any) -> Listed | None:
-    """What audit knows of an op that torch dispatches; None: it is not listed."""
-    if func.namespace == "mixprec":
-        return _OUR_NAMES.get(func.name())
-    return _torchs().get(func.overloadpacket)
-
-
 @functools.cache
-def _callers() -> set[Any]:
-    names = ("_trilinear", "_sparse_addmm", "_native_multi_head_attention")
-    return {getattr(aten, name) for name in (*names, "_transformer_encoder_layer_fwd")}
+def _variants() -> dict[str, registry.Op]:
+    """By the names that we give them: variants are registered when they are first used."""
+    kinds = ("cpp", "reference", "triton", "vendor")
+    every = registry.OPS.values()
+    return {f"mixprec::{op.variant_name(variant)}": op for op in every for variant in kinds}
+
+
+def ours(func: Any) -> registry.Op | None:
+    """The op of mixprec of which func is a variant."""
+    return _variants().get(func.name()) if func.namespace == "mixprec" else None
+
+
+def _listed(func: Any) -> Listed | None:
+    if func.namespace == "mixprec":
+        is_blocks = func.name() == "mixprec::gemm_blocks_vendor"
+        return _OURS.get(gemm_op if is_blocks else ours(func))  # type: ignore[arg-type]
+    return _torchs().get(func.overloadpacket)
 
 
 def calls_others(func: Any) -> bool:
     """Whether the kernel of a listed op calls ops that torch.autocast casts for."""
-    return func.overloadpacket in _callers()
+    callers = (aten._trilinear, aten._sparse_addmm, aten._native_multi_head_attention)
+    return func.overloadpacket in (*callers, aten._transformer_encoder_layer_fwd)
 
 
 @functools.cache
@@ -270,8 +262,141 @@ def is_composite(func: Any) -> bool:
     return has(name, "CompositeImplicitAutograd") and not any(has(name, k) for k in kernels)
 
 
-def arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """By the names of the schema, with the defaults."""
-    names = func._schema.arguments
-    given = dict(zip((a.name for a in names), args, strict=False))
-    return {a.name: a.default_value for a in names if a.has_default_value()} | given | kwargs
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+class Call:
+    """A call of an op that torch dispatches. inputs and results: its tensors; listed: what audit
+    knows of the op, None if it is not listed."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.listed = _listed(func)
+        self.inputs = tensors((args, kwargs))
+        self.result: Any = None
+        self.results: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        self.result = self.func(*self.args, **self.kwargs)
+        self.results = tensors(self.result)
+
+    @functools.cached_property
+    def given(self) -> Arguments:
+        """The arguments by the names of the schema, with the defaults."""
+        names = self.func._schema.arguments
+        defaults = {a.name: a.default_value for a in names if a.has_default_value()}
+        return defaults | dict(zip((a.name for a in names), self.args, strict=False)) | self.kwargs
+
+    @property
+    def op(self) -> str:
+        """torch's name."""
+        name: str = self.func.name()
+        return name.split("::")[-1].split(".")[0]
+
+
+def operand_formats(recipe: Recipe, kind: str) -> tuple[str, ...]:
+    """The names of the formats of a and b in one of a recipe's products."""
+    formats = zip(ROLES[kind], getattr(recipe, kind), strict=True)
+    one = recipe.product(kind)
+    return tuple(one.block_format(role) or format.name for role, format in formats)
+
+
+@dataclass(unsafe_hash=True)
+class Op:
+    """Calls of an op that are the same in all of this.
+
+    module: its path in the model, "" for the model, None for the code outside, then with `line`,
+    the file and line that called it; kind: "product", "convolution", "attention", "rnn" or
+    "reduction"; phase: "forward", "backward", "recomputation" (what a checkpoint computes again)
+    or "optimizer"; op: torch's name; shapes and formats: of the operands; accumulation: in what is
+    summed; result: its dtype; calls, flops, and bytes of operands and results: of all calls.
+
+    decided: what set the operands' formats: "recipe fp8", "override bf16" (of convert),
+    "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
+    of one of its functions), "mixprec" (inside of one of its functions that has no recipe),
+    "tensor dtype" (of parameters and inputs) or "unknown". weight: of a product of torch, the name
+    of the parameter that is an operand, as it is, cast or transposed; "" for none.
+
+    lost: with sqnr=True, if the op or its operands are rounded, by what it computes: "y",
+    "grad_input" and "grad_weight" of a layer, or "result"; see `Lost`.
+    """
+
+    module: str | None
+    module_class: str
+    line: str
+    kind: str
+    phase: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    formats: tuple[str, ...]
+    accumulation: str
+    result: str
+    decided: str
+    weight: str = ""
+    calls: int = field(default=0, compare=False)
+    flops: int = field(default=0, compare=False)
+    bytes: int = field(default=0, compare=False)
+    lost: dict[str, Lost] = field(default_factory=dict, compare=False)
+
+    def add(self, flops: int, size: int, lost: Mapping[str, Lost]) -> None:
+        """A call."""
+        self.calls += 1
+        self.flops += flops
+        self.bytes += size
+        for name, one in lost.items():
+            self.lost.setdefault(name, Lost()).add(one)
+
+    @property
+    def precision(self) -> str:
+        """The formats as one word, or as in "bf16 x fp32" where they differ."""
+        return " x ".join(dict.fromkeys(map(_word, self.formats)))
+
+    @property
+    def where(self) -> str:
+        """The module, or the line."""
+        if self.module is None:
+            return self.line or "unknown"
+        return self.module or self.module_class
+
+
+def _word(name: str) -> str:
+    """Of a format: "mxfp8" of "mxfp8_e4m3"."""
+    return "fp8" if name in _FP8_NAMES else SHORT.get(name, name.partition("_")[0])
+
+
+def product_name(op: Op, name: str) -> str:
+    """What `name` of op.lost is."""
+    return f"{op.kind}, {op.phase}" if name == RESULT else name
+
+
+def flops_by(key: Callable[[Op], str], ops: Iterable[Op]) -> dict[str, int]:
+    """FLOPs of a step by a key, the largest first."""
+    flops: Counter[str] = Counter()
+    for op in ops:
+        if op.flops and op.phase != STEP:
+            flops[key(op)] += op.flops
+    return dict(flops.most_common())
+
+
+def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> str:
+    """In what products of such operands are summed. library: "aten" or "mixprec"."""
+    if not dtype.is_floating_point:
+        return "int32"
+    cuda = torch.backends.cuda.matmul
+    if device == "cuda" and library == "aten" and kind in ("product", "convolution"):
+        tf32 = cuda.allow_tf32 if kind == "product" else torch.backends.cudnn.allow_tf32
+        if dtype == torch.float32 and tf32:
+            return "float32, of tf32"
+        reduced = {
+            torch.float16: cuda.allow_fp16_reduced_precision_reduction,
+            torch.bfloat16: cuda.allow_bf16_reduced_precision_reduction,
+        }
+        if kind == "product" and reduced.get(dtype):
+            return f"float32, where K is split {short(dtype)}"
+    return short(dtype if dtype.itemsize > 4 else torch.float32)
+
+
+def bits(precision: str) -> int:
+    """The most bits of an operand."""
+    return max(_BITS.get(part, 4) for part in precision.split(" x "))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +23,7 @@ from ... import _originals
 from ..._modes import Mode, nor_below, not_compiled, run_backward
 from ...nn._region import Region
 from ...recipes import Recipe
-from .patches import Patch
+from .ops import Call
 
 _REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -225,6 +227,60 @@ def _uncompiled(func: HigherOrderOperator) -> Callable[..., Any] | None:
     return {"cond": cond, "flex_attention": flex_attention}.get(func.name())
 
 
+class _Patch:
+    """A change of torch's functions while blocks of audit are open, in whatever thread. make()
+    returns it; the first of the blocks makes it and the last one takes it back.
+
+    Code that it reaches in other threads has to behave as torch's.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._blocks, self._stack = 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            if self._blocks == 0:
+                self._stack.enter_context(self._make())
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if self._blocks == 0:
+                    self._stack.close()
+
+
+@not_compiled
+def _force_eager() -> AbstractContextManager[object]:
+    # torch loads Dynamo in any case, for the first op under a dispatch mode.
+    try:
+        return torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "audit: a block cannot begin inside of a function that torch.compile compiles: enter "
+            "it around the call"
+        ) from error
+
+
+# What torch.compile has compiled, or is to compile in the block, runs uncompiled: each op is seen.
+FORCE_EAGER = _Patch(_force_eager)
+
+
+def is_in_compiled() -> bool:
+    """Whether a function that torch.compile has returned runs, in this thread."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frame: FrameType | None = None if dynamo is None else sys._getframe(1)
+    while frame is not None:
+        is_dynamo = frame.f_globals is vars(dynamo)
+        if is_dynamo and isinstance(frame.f_locals.get("self"), dynamo.OptimizeContext):
+            return True
+        frame = frame.f_back
+    return False
+
+
 _CALL_HIGHER_ORDER = HigherOrderOperator.__call__.__code__
 _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
@@ -248,7 +304,7 @@ def _has_torch_function(args: Any) -> bool:
 
 # `Calls` does not keep torch's modules from their fast paths. In threads without one of these modes
 # nothing changes.
-NOT_ASKED = Patch(
+NOT_ASKED = _Patch(
     lambda: mock.patch.object(torch.overrides, "has_torch_function", _has_torch_function)
 )
 
@@ -285,18 +341,12 @@ class Provenance:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
         return TENSOR_DTYPE if largest is None else self._reasons.get(largest, TENSOR_DTYPE)
 
-    def note(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        decided: str | None,
-        is_ours: bool = False,
-    ) -> bool:
+    def note(self, call: Call, decided: str | None, is_ours: bool) -> bool:
         """An op has run. decided: of one that is listed; is_ours: in a layer of mixprec. A cast has
         the reason of its call, another result that of the largest input with its dtype. Returns
         whether it is a cast back to the dtype that another cast, to fewer bits, has just left: not
         of what a layer casts, which computes in its recipe and returns the dtype of its input."""
+        func, inputs, outputs = call.func, call.inputs, call.results
         if not outputs:
             return False
         first, is_back, reason = outputs[0], False, decided

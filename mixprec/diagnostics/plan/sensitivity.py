@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,11 @@ from torch import nn
 
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
-from ..audit.records import BACKWARD, power
-from ..audit.records import FORWARD as FORWARD_PASS
-from ..audit.report import Audit
-from .matrices import Matrices
+from ..audit import Audit
+from ..audit.loss import power
+from ..audit.ops import BACKWARD
+from ..audit.ops import FORWARD as FORWARD_PASS
+from ..layers import Matrices, after_forward, first
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 _CHECKED = 4  # batches whose loss is measured with a format in all layers
@@ -150,9 +151,8 @@ def _curvature(
     sums = {name: sum(f.harm[FORWARD][name] for f in found.values() if f.harm) for name in recipes}
     worst = max(sums, key=lambda name: sums[name])
 
-    def off(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> torch.Tensor:
-        x, weight = args[0] if args else next(iter(kwargs.values())), module.weight
-        assert isinstance(weight, torch.Tensor)
+    def off(_: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
         with autocast.disabled(y.device.type):
             m = Matrices.of_layer(module, x, weight, y)
             error = m.product(FORWARD, recipes[worst]) - m.product(FORWARD, None)
@@ -160,9 +160,7 @@ def _curvature(
 
     with torch.no_grad():
         before = sum(float(run(i)) for i in range(batches))
-        with ExitStack() as stack:
-            for module in layers.values():
-                stack.callback(module.register_forward_hook(off, with_kwargs=True).remove)
+        with after_forward(layers, off):
             after = sum(float(run(i)) for i in range(batches))
     grown = (after - before) / batches
     return grown / sums[worst] if grown > 0.0 < sums[worst] else 1.0
@@ -211,7 +209,7 @@ def _reach(
         return g + (torch.randn_like(g, dtype=torch.float32) * size).to(g.dtype)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else next(iter(kwargs.values()))
+        x = first(args, kwargs)
         if not x.requires_grad:
             return None
         other = x.view_as(x)
@@ -242,35 +240,26 @@ def _gradients(params: Sequence[torch.Tensor], run: Run, i: int) -> list[torch.T
     return found
 
 
-@contextmanager
 def watching(
     layers: Mapping[str, nn.Module], note: Callable[[str, Matrices, list[str]], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call note(name, what the layer computes with, the products that it computes) of each call of
     a layer, in the order of the backward pass."""
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            value, weight = x.detach(), module.weight
-            assert isinstance(weight, torch.Tensor)
-            needs = {FORWARD: True, GRAD_INPUT: x.requires_grad, GRAD_WEIGHT: weight.requires_grad}
-            products = [name for name, needed in needs.items() if needed]
+    def hook(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        value, weight = x.detach(), module.weight
+        assert isinstance(weight, torch.Tensor)
+        needs = {FORWARD: True, GRAD_INPUT: x.requires_grad, GRAD_WEIGHT: weight.requires_grad}
+        products = [name for name, needed in needs.items() if needed]
 
-            def after(g: torch.Tensor) -> None:
-                with torch.no_grad(), autocast.disabled(g.device.type):
-                    note(name, Matrices.of_layer(module, value, weight, g), products)
+        def after(g: torch.Tensor) -> None:
+            with torch.no_grad(), autocast.disabled(g.device.type):
+                note(name, Matrices.of_layer(module, value, weight, g), products)
 
-            if y.requires_grad:
-                y.register_hook(after)
+        if y.requires_grad:
+            y.register_hook(after)
 
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in layers.items():
-            handle = module.register_forward_hook(watch(name), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return after_forward(layers, hook)
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:

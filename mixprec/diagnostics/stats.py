@@ -1,28 +1,40 @@
-"""Monitor: hooks that measure, on sampled steps, what is cast in every layer with a recipe."""
+"""Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
+
+`Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
+once, at the end of a run. `histogram` counts the magnitudes of one tensor.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._local_gradients import is_sharded
-from ...ops._dispatch import autocast, checks
-from .. import plotting
-from ..recorded import Recorded
-from . import measure, records
+from .._local_gradients import is_sharded
+from ..amp.rules import power
+from ..ops._dispatch import autocast, checks
+from . import measure, plotting
 from .layers import (
     as_operand,
+    first,
     measured_layers,
     product_fp32,
     recipe_layers,
     say_what_is_left_out,
     state_here,
 )
+from .measure import FIELDS, Histogram, histogram
+from .writers import SHORT, Record, Recorded, aligned, decibels, layer_name
+
+__all__ = ["Histogram", "Monitor", "histogram"]
+
+_NAME = 24  # columns of the table for a layer's name; 80 in all
+Key = tuple[int, str, str, str, str]  # step, layer, tensor, format, granularity
 
 
 class Monitor(Recorded):
@@ -79,7 +91,7 @@ class Monitor(Recorded):
         self.steps = 0  # that ended
         super().__init__()  # a record for each sampled step, after flush()
         # On their devices: the sums of a tensor in a call of a layer; step, name and number.
-        self._samples: list[tuple[records.Key, torch.Tensor]] = []
+        self._samples: list[tuple[Key, torch.Tensor]] = []
         self._scalars: list[tuple[int, str, torch.Tensor]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if optimizer is not None:
@@ -153,7 +165,7 @@ class Monitor(Recorded):
                 return
             if torch._C._are_functorch_transforms_active():
                 return  # their tensors have no values outside
-            x = args[0] if args else next(iter(kwargs.values()))
+            x = first(args, kwargs)
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return  # a graph would write to the same place at every replay, unnoticed
             if torch.is_grad_enabled():
@@ -201,7 +213,7 @@ class Monitor(Recorded):
                 bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
                 ref = product_fp32(layer, x.detach(), weight, bias)
             fmt = str(y.dtype).removeprefix("torch.")
-            key = step, name, "y", records.SHORT.get(fmt, fmt), ""
+            key = step, name, "y", SHORT.get(fmt, fmt), ""
             self._samples.append((key, measure.output_sums(y, ref)))
 
     def flush(self) -> list[dict[str, Any]]:
@@ -214,20 +226,29 @@ class Monitor(Recorded):
         with torch.no_grad():
             moved = [t.to(home, non_blocking=True) for t in parts]
             numbers = iter(torch.cat(moved).tolist() if moved else ())
-        width = len(measure.FIELDS)
+        width = len(FIELDS)
         tensors = [(key, [*itertools.islice(numbers, width)]) for key, _ in samples]
         named = [(step, name, next(numbers)) for step, name, _ in scalars]
-        records.add(self.records, tensors, named)
+        _add(self.records, tensors, named)
         return self.records
 
     def table(self, limit: int | None = None) -> str:
         """The newest sample that was flushed, as text of at most 100 columns: a line for each layer
         and tensor (at most `limit`), the worst first: Inf and NaN, then overflow, underflow and
         SQNR."""
-        return records.table(self.records[-1], limit) if self.records else "nothing was sampled"
+        return _table(self.records[-1], limit) if self.records else "nothing was sampled"
 
-    def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-        return records.scalars(record)
+    def _numbers(self, record: Record) -> Iterator[tuple[str, float]]:
+        for name in ("loss_scale", "skipped_steps"):
+            if record[name] is not None:
+                yield name, record[name]
+        for layer, count in record["clipped"].items():
+            yield f"clipped/{layer}", count
+        for row in record["tensors"]:
+            for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
+                if row[name] is not None:
+                    yield f"{name}/{row['tensor']}/{row['layer']}", row[name]
+            yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
@@ -244,3 +265,110 @@ def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     home = counts[0].device
     wide = [c.detach().double().reshape(()).to(home, non_blocking=True) for c in counts]
     return torch.stack(wide).max()
+
+
+def _add(
+    records: list[Record],
+    samples: Sequence[tuple[Key, Sequence[float]]],
+    scalars: Sequence[tuple[int, str, float]],
+) -> None:
+    """Append one record for each step that ended; tensors of a step that has a record join it."""
+    by_step = {record["step"]: record for record in records[-1:]}
+
+    def of_step(step: int) -> Record:
+        if step not in by_step:
+            by_step[step] = {"step": step, "loss_scale": None, "skipped_steps": None, "clipped": {}}
+            by_step[step]["tensors"] = []
+            records.append(by_step[step])
+        return by_step[step]
+
+    merged: dict[Key, tuple[int, list[float]]] = {}
+    for key, values in samples:
+        calls, before = merged.get(key, (0, []))
+        merged[key] = calls + 1, _merge(before, values) if calls else list(values)
+    for key, (calls, values) in merged.items():
+        of_step(key[0])["tensors"].append(_tensor(key, calls, values))
+    for step, name, value in scalars:
+        record = of_step(step)
+        if name.startswith("clipped/"):
+            record["clipped"][name.removeprefix("clipped/")] = int(value)
+        elif name:
+            record[name] = int(value) if name == "skipped_steps" else value
+
+
+def _merge(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    merged = [x + y for x, y in zip(a, b, strict=True)]
+    amax, low, high = (FIELDS.index(name) for name in ("amax", "scale_min", "scale_max"))
+    nan = math.isnan(a[amax]) or math.isnan(b[amax])
+    merged[amax] = math.nan if nan else max(a[amax], b[amax])
+    merged[low], merged[high] = min(a[low], b[low]), max(a[high], b[high])
+    return merged
+
+
+def _tensor(key: Key, calls: int, values: Sequence[float]) -> Record:
+    sums = dict(zip(FIELDS, values, strict=True))
+    elements = sums["elements"]
+
+    def share(count: float) -> float | None:
+        return None if math.isnan(count) or not elements else count / elements
+
+    measured = not math.isnan(sums["overflow"]) or key[2] != "y"
+    return {
+        "layer": key[1],
+        "tensor": key[2],
+        "format": key[3],
+        "granularity": key[4] or None,
+        "calls": calls,
+        "elements": int(elements),
+        "amax": sums["amax"],
+        "scale_min": sums["scale_min"],
+        "scale_max": sums["scale_max"],
+        "overflow": share(sums["overflow"]),
+        "underflow": share(sums["underflow"]),
+        "inf": int(sums["inf"]),
+        "nan": int(sums["nan"]),
+        "sqnr": measure.sqnr(sums["signal"], sums["noise"]) if measured else None,
+    }
+
+
+def _badness(row: Record) -> tuple[float, ...]:
+    """Larger is worse: Inf and NaN, then overflow, underflow, and a low SQNR."""
+    sqnr = row["sqnr"]
+    lost = -math.inf if sqnr is None else math.inf if math.isnan(sqnr) else -sqnr
+    wrong = row["inf"] + row["nan"]
+    return (wrong / max(1, row["elements"]), row["overflow"] or 0.0, row["underflow"] or 0.0, lost)
+
+
+def _table(record: Record, limit: int | None) -> str:
+    """One record as text: a line for the step, then a line for each tensor, the worst first."""
+    parts = [f"step {record['step']}"]
+    if record["loss_scale"] is not None:
+        parts.append(f"loss scale {power(record['loss_scale'])}")
+    if record["skipped_steps"] is not None:
+        parts.append(f"{record['skipped_steps']} steps skipped")
+    if clipped := sum(record["clipped"].values()):
+        parts.append(f"{clipped:,} activations clipped")
+    rows = sorted(record["tensors"], key=_badness, reverse=True)
+    header = ("layer", "cast", "amax", "scale", "over", "under", "inf/nan", "SQNR")
+    cells = [header, *(tuple(_cells(row)) for row in rows[:limit])]
+    if not any(row["sqnr"] is not None and math.isfinite(row["sqnr"]) for row in rows):
+        cells = [line[:-1] for line in cells]
+    lines = [", ".join(parts), *aligned(cells, left=(0, 1))]
+    if limit is not None and len(rows) > limit:
+        lines.append(f"... and {len(rows) - limit} more")
+    return "\n".join(lines)
+
+
+def _cells(row: Record) -> Iterator[str]:
+    yield layer_name(row["layer"], _NAME)
+    yield f"{row['tensor']} {row['format']}"
+    yield f"{row['amax']:.3g}"
+    low, high = power(row["scale_min"]), power(row["scale_max"])
+    yield low if low == high else f"{low}..{high}"
+    for share in (row["overflow"], row["underflow"]):
+        if not share:
+            yield "-" if share is None else "0"
+        else:
+            yield f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.1g}%"
+    yield "/".join(f"{row[n]:.3g}" for n in ("inf", "nan")) if row["inf"] or row["nan"] else "0"
+    yield decibels(row["sqnr"])

@@ -17,74 +17,8 @@ from ...nn.convert import convert
 from ...nn.kinds import adapters, layer_for
 from ...recipes import GEMMS, PREFIXES, Recipe
 from .. import plotting
-from ..audit.records import readable
-from ..report_table import aligned
-from .assignment import QUANTITIES, Assignment, Program
-from .cost import Costs
-
-
-def limits(budget: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} <= {limit:g}" for name, limit in budget.items())
-
-
-def summary(plan: Plan) -> str:
-    at = f" on {plan.hardware}" if plan.hardware else ", counted in FLOPs of bf16"
-    planned, total = _flops(plan)
-    lines = [
-        f"plan for {limits(plan.budget)}: loss +{plan.predicted['loss']:.4g} (bf16 "
-        f"+{plan.bf16['loss']:.4g}), time {plan.predicted['time']:.3f} of bf16's{at}, memory "
-        f"{plan.predicted['memory']:.3f} of what these layers keep in bf16; {readable(planned)} of "
-        f"{readable(total)}FLOP are planned"
-    ]
-    lines += (f"left out: {name}: {reason}" for name, reason in plan.left_out.items())
-    return "\n".join(lines)
-
-
-def _flops(plan: Plan) -> tuple[int, int]:
-    """Of the planned products of a step, and of all."""
-    planned = sum(row["flops"] * len(row["harm"]) for row in plan.measured.values())
-    return planned, planned + int(plan.rest["flops"])
-
-
-def table(plan: Plan) -> str:
-    total = _flops(plan)[1]
-    loss = plan.predicted["loss"] or 1.0
-    rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
-    for name, products in plan.assignment().items():
-        harm = plan.measured[name]["harm"]
-        own = sum(harm[product][recipe] for product, recipe in products.items())
-        flops = plan.measured[name]["flops"] * len(harm)
-        rows.append([
-            name or "(the model)", *(products.get(p, "-") for p in GEMMS), f"{own / loss:.1%}",
-            f"{flops / total:.1%}",
-        ])  # fmt: skip
-    return "\n".join(aligned(rows))
-
-
-def why(plan: Plan, layer: str) -> str:
-    if layer not in plan.measured:
-        reason = plan.left_out.get(layer)
-        if reason is None:
-            names = ", ".join(map(repr, plan.measured))
-            raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
-        return f"{layer} is left out: {reason}"
-    row, total = plan.measured[layer], plan.bf16["time"] + plan.rest["time"] or 1.0
-    lines = []
-    for product, recipe in plan.assignment()[layer].items():
-        harm, time = row["harm"][product], row["costs"]["product"][product]
-        said = f"{product} in {recipe}: loss +{harm[recipe]:.3g}"
-        for word, others in (
-            ("faster", [r for r in harm if time[r] < time[recipe]]),
-            ("better", [r for r in harm if harm[r] < harm[recipe]]),
-        ):
-            if others:
-                best = min(others, key=lambda r: (harm[r], time[r]))
-                said += (
-                    f"; {word} is {best}, loss +{harm[best]:.3g}, time "
-                    f"{(time[best] - time[recipe]) / total:+.2%}"
-                )
-        lines.append(said)
-    return "\n".join(lines)
+from ..writers import aligned, layer_name, prefixed
+from .program import QUANTITIES, Assignment, Costs, Program
 
 
 @dataclass
@@ -112,7 +46,7 @@ class Plan:
     @property
     def name(self) -> str:
         """What `mixprec.compare` calls it."""
-        return f"plan, {limits(self.budget)}"
+        return f"plan, {limits_text(self.budget)}"
 
     def apply(
         self, model: nn.Module, *, saved: Bits | None = None, fuse: bool = False
@@ -162,18 +96,60 @@ class Plan:
         harm = {name: row["harm"] for name, row in self.measured.items()}
         return Program(harm, {name: Costs(**row["costs"]) for name, row in self.measured.items()})
 
+    def _flops(self) -> tuple[int, int]:
+        """Of the planned products of a step, and of all."""
+        planned = sum(row["flops"] * len(row["harm"]) for row in self.measured.values())
+        return planned, planned + int(self.rest["flops"])
+
     def table(self) -> str:
         """A line for each layer: the recipes of its products, its part of the loss and of the
         FLOPs."""
-        return table(self)
+        total, loss = self._flops()[1], self.predicted["loss"] or 1.0
+        rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
+        for name, products in self.assignment().items():
+            harm = self.measured[name]["harm"]
+            own = sum(harm[product][recipe] for product, recipe in products.items())
+            flops = self.measured[name]["flops"] * len(harm)
+            recipes = (products.get(p, "-") for p in GEMMS)
+            rows.append([layer_name(name), *recipes, f"{own / loss:.1%}", f"{flops / total:.1%}"])
+        return "\n".join(aligned(rows))
 
     def why(self, layer: str) -> str:
         """Why each product of a layer has its recipe: what the next cheaper one would add to the
         loss, and what the next better one would cost."""
-        return why(self, layer)
+        if layer not in self.measured:
+            reason = self.left_out.get(layer)
+            if reason is None:
+                names = ", ".join(map(repr, self.measured))
+                raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
+            return f"{layer} is left out: {reason}"
+        row, total = self.measured[layer], self.bf16["time"] + self.rest["time"] or 1.0
+        lines = []
+        for product, recipe in self.assignment()[layer].items():
+            harm, time = row["harm"][product], row["costs"]["product"][product]
+            line = f"{product} in {recipe}: loss +{harm[recipe]:.3g}"
+            for word, others in (
+                ("faster", [r for r in harm if time[r] < time[recipe]]),
+                ("better", [r for r in harm if harm[r] < harm[recipe]]),
+            ):
+                if others:
+                    best = min(others, key=lambda r: (harm[r], time[r]))
+                    added = (time[best] - time[recipe]) / total
+                    line += f"; {word} is {best}, loss +{harm[best]:.3g}, time {added:+.2%}"
+            lines.append(line)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        return f"{summary(self)}\n\n{self.table()}"
+        at = f" on {self.hardware}" if self.hardware else ", counted in FLOPs of bf16"
+        planned, total = map(prefixed, self._flops())
+        lines = [
+            f"plan for {limits_text(self.budget)}: loss +{self.predicted['loss']:.4g} (bf16 "
+            f"+{self.bf16['loss']:.4g}), time {self.predicted['time']:.3f} of bf16's{at}, memory "
+            f"{self.predicted['memory']:.3f} of what these layers keep in bf16; {planned} of "
+            f"{total}FLOP are planned",
+            *(f"left out: {name}: {reason}" for name, reason in self.left_out.items()),
+        ]
+        return "\n".join([*lines, "", self.table()])
 
     def front(self, points: int = 16) -> list[tuple[float, float]]:
         """(time, loss): the smallest loss that is predicted for each time, from the shortest to
@@ -230,6 +206,10 @@ class Plan:
                     f"measured, got {recipe!r}"
                 )
         return plan.replaced(plan.assignment())
+
+
+def limits_text(budget: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} <= {limit:g}" for name, limit in budget.items())
 
 
 def _named(recipe: str, product: str) -> str:

@@ -1,0 +1,82 @@
+"""A model is as it was, after passes that only measured it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _random_state
+
+
+@contextlib.contextmanager
+def state_restored(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore at the end the buffers, children and other attributes of the modules of `model`, and
+    the values of these tensors and of `more`.
+
+    Parameters are not copied. A Python object that an attribute keeps is the same again, with
+    whatever was done to it (such as a list that was appended to).
+    """
+    modules = [
+        (module, _registries(module, copied=True), {*module._non_persistent_buffers_set})
+        for module in model.modules()
+    ]
+    tensors = [v for _, dicts, _ in modules for d in dicts for v in d.values() if _has_value(v)]
+    kept = {id(t): t for t in (*tensors, *model.buffers(), *more)}.values()
+    values = [(t, t.data, t.detach().clone()) for t in kept]
+    try:
+        yield
+    finally:
+        for module, before, names in modules:
+            for now, then in zip(_registries(module), before, strict=True):
+                # The same objects under the same names, in the same order.
+                if now.keys() - then.keys() or any(now.get(n, then) is not then[n] for n in then):
+                    now.clear()
+                    now.update(then)
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(names)
+        with torch.no_grad():
+            for t, data, value in values:
+                data.copy_(value)  # which leaves the version that a backward pass compares
+                if type(t) is torch.Tensor and not t.is_set_to(data):
+                    t.data = data  # it had got other memory
+
+
+def _registries(module: nn.Module, copied: bool = False) -> list[dict[str, Any]]:
+    """The buffers of a module, its children and its attributes. Of torch's parallel wrappers the
+    buffers only: the rest says what of a larger state has been built."""
+    if isinstance(module, torch.jit.ScriptModule):  # which has views of what it holds
+        return []
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    registries: list[dict[str, Any]] = [module._buffers]
+    if not isinstance(module, (nn.parallel.DistributedDataParallel, fsdp)):
+        registries += [module._modules, vars(module)]
+    return [{**registry} for registry in registries] if copied else registries
+
+
+def _has_value(value: object) -> bool:
+    """A tensor to copy: not a parameter under a second name."""
+    return isinstance(value, torch.Tensor) and not (
+        isinstance(value, nn.Parameter) or value.is_inference()
+    )
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, batch: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore gradients, also those of a batch, buffers, attributes and random generators at the
+    end."""
+    grads = [(t, t.grad) for t in (*model.parameters(), *(t for t in batch if t.is_leaf))]
+    mains = [getattr(p, "main_grad", None) for p, _ in grads]
+    try:
+        for t, _ in grads:
+            t.grad = None
+        main_grads = [t for t in mains if t is not None]
+        with _random_state.restored(), state_restored(model, main_grads):
+            yield
+    finally:
+        for t, grad in grads:
+            t.grad = grad
