@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,8 +48,12 @@ _ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,  # which calls it with tensors [B, H, S, D]
 )
-TO_COPY = torch.ops.aten._to_copy.default
-COPIES = (TO_COPY, torch.ops.aten.clone.default)
+aten = torch.ops.aten
+TO_COPY = aten._to_copy.default
+COPIES = (TO_COPY, aten.clone.default)
+_ADDS = (aten.add_.Tensor, aten.add.Tensor)
+_ADDMM = (aten.addmm_.default, aten.addmm.default, aten.addmm.out)  # with what they add to
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class Owner(NamedTuple):
@@ -227,34 +232,10 @@ def _uncompiled(func: HigherOrderOperator) -> Callable[..., Any] | None:
     return {"cond": cond, "flex_attention": flex_attention}.get(func.name())
 
 
-class _Patch:
-    """A change of torch's functions while blocks of audit are open, in whatever thread. make()
-    returns it; the first of the blocks makes it and the last one takes it back.
-
-    Code that it reaches in other threads has to behave as torch's.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._blocks, self._stack = 0, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with self._lock:
-            if self._blocks == 0:
-                self._stack.enter_context(self._make())
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._blocks -= 1
-                if self._blocks == 0:
-                    self._stack.close()
-
-
 @not_compiled
 def _force_eager() -> AbstractContextManager[object]:
+    """What torch.compile has compiled, or is to compile in a block, runs uncompiled: each op is
+    seen."""
     # torch loads Dynamo in any case, for the first op under a dispatch mode.
     try:
         return torch.compiler.set_stance("force_eager")
@@ -263,10 +244,6 @@ def _force_eager() -> AbstractContextManager[object]:
             "audit: a block cannot begin inside of a function that torch.compile compiles: enter "
             "it around the call"
         ) from error
-
-
-# What torch.compile has compiled, or is to compile in the block, runs uncompiled: each op is seen.
-FORCE_EAGER = _Patch(_force_eager)
 
 
 def is_in_compiled() -> bool:
@@ -302,44 +279,80 @@ def _has_torch_function(args: Any) -> bool:
         return _HAS_TORCH_FUNCTION(args)
 
 
-# `Calls` does not keep torch's modules from their fast paths. In threads without one of these modes
-# nothing changes.
-NOT_ASKED = _Patch(
-    lambda: mock.patch.object(torch.overrides, "has_torch_function", _has_torch_function)
-)
+_lock, _patches, _blocks = threading.Lock(), contextlib.ExitStack(), 0
+
+
+@contextlib.contextmanager
+def torch_patched() -> Iterator[None]:
+    """Changes of torch that hold in all threads while blocks of audit are open: the first one makes
+    them, the last one takes them back. In threads without one of these modes code that they reach
+    behaves as torch's, but that nothing is compiled."""
+    global _blocks
+    with _lock:
+        if _blocks == 0:
+            _patches.enter_context(_force_eager())
+            # `Calls` does not keep torch's modules from their fast paths.
+            name = "has_torch_function"
+            _patches.enter_context(mock.patch.object(torch.overrides, name, _has_torch_function))
+        _blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0:
+                _patches.close()
+
+
+@dataclass
+class _Facts:
+    """Of a tensor: why it has its dtype; which one it had before a cast; the name of the parameter
+    that it is, or a view or copy of; whether it is no copy; whether it is a product, or a cast of
+    one; of how many products it is the sum."""
+
+    reason: str = TENSOR_DTYPE
+    source: torch.dtype | None = None
+    weight: str = ""
+    is_parameter: bool = False
+    is_product: bool = False
+    times: int = 0
+
+
+_NOTHING = _Facts()
 
 
 class Provenance:
-    """The reason for the dtype of each tensor that ops return, if it is not `TENSOR_DTYPE`."""
+    """What is known of the tensors that ops return."""
 
     def __init__(self, calls: Calls, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._calls = calls
-        self._reasons: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a cast had
-        self._params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and their views
-        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and copies: names
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for name, p in params:
-            self._params[p], self._weights[p] = None, name
+            self._known[p] = _Facts(weight=name, is_parameter=True)
+        self._shapes = {p.shape for p in self._known if p.dim() == 2}
+
+    def _of(self, t: torch.Tensor) -> _Facts:
+        """To be written to."""
+        facts: _Facts = self._known.setdefault(t, _Facts())
+        return facts
+
+    def facts(self, t: torch.Tensor) -> _Facts:
+        facts: _Facts = self._known.get(t, _NOTHING)
+        return facts
 
     def decided(self, operands: list[torch.Tensor]) -> str:
         """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to
         which the others were fitted; else what the largest operand has."""
-        if any(self._reasons.get(t) == AUTOCAST for t in operands):
+        known = [self.facts(t) for t in operands]
+        if any(facts.reason == AUTOCAST for facts in known):
             return AUTOCAST
-        if any(t in self._params for t in operands):
+        if any(facts.is_parameter for facts in known):
             return TENSOR_DTYPE
         return self._largest_reason(operands)
 
-    def weight(self, value: Any) -> str:
-        """The name of the parameter that it is, or a view or copy of; "" for none."""
-        return self._weights.get(value, "") if isinstance(value, torch.Tensor) else ""
-
-    def has_parameter(self, tensors: list[torch.Tensor]) -> bool:
-        return any(t in self._params for t in tensors)
-
     def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        return TENSOR_DTYPE if largest is None else self._reasons.get(largest, TENSOR_DTYPE)
+        return TENSOR_DTYPE if largest is None else self.facts(largest).reason
 
     def note(self, call: Call, decided: str | None, is_ours: bool) -> bool:
         """An op has run. decided: of one that is listed; is_ours: in a layer of mixprec. A cast has
@@ -350,25 +363,45 @@ class Provenance:
         if not outputs:
             return False
         first, is_back, reason = outputs[0], False, decided
+        before = self.facts(inputs[0]) if inputs else _NOTHING
         if func is TO_COPY and is_cast(inputs[0], first):
             reason = self._cast_reason(first)
-            before = None if is_ours else self._sources.get(inputs[0])
-            is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
             if not is_ours:
-                self._sources[first] = inputs[0].dtype
-        elif func.is_view and inputs and inputs[0] in self._params:
+                wide = before.source
+                is_back = wide == first.dtype and wide.itemsize > inputs[0].dtype.itemsize
+                self._of(first).source = inputs[0].dtype
+        if before.weight and (func.is_view or func in COPIES):
             for t in outputs:
-                self._params[t] = None
-        if (func.is_view or func in COPIES) and (name := self.weight(inputs[0])):
-            for t in outputs:
-                self._weights[t] = name
+                facts = self._of(t)
+                facts.weight = before.weight
+                facts.is_parameter |= before.is_parameter and func.is_view
         if reason is None:
             reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
         if reason != TENSOR_DTYPE:
             for t in outputs:
                 if t.is_floating_point():
-                    self._reasons[t] = reason
+                    self._of(t).reason = reason
         return is_back
+
+    def products_in(self, call: Call, is_product: bool) -> int:
+        """Of how many products the result of an op of torch is the sum, if it has 16 bits and the
+        shape of a parameter, else 0: gradients that the program sums itself, over chunks of a
+        batch. Products with a parameter are no part of such a sum: a residual stream adds them,
+        once for each layer."""
+        func, inputs, outputs = call.func, call.inputs, call.results
+        if func.namespace != "aten" or not inputs or not outputs:
+            return 0  # ours sum in FP32
+        is_product = is_product and not any(self.facts(t).weight for t in inputs)
+        is_sum = func in _ADDS and len(inputs) == 2 and self.facts(inputs[1]).is_product
+        if is_sum or (is_product and func in _ADDMM):
+            before = self.facts(inputs[0])
+            if outputs[0].dtype in _LOW and outputs[0].shape in self._shapes:
+                times = (before.times or before.is_product) + 1
+                self._of(outputs[0]).times = times
+                return times
+        if not is_sum and (is_product or (func is TO_COPY and self.facts(inputs[0]).is_product)):
+            self._of(outputs[0]).is_product = True
+        return 0
 
     def _cast_reason(self, result: torch.Tensor) -> str:
         call = self._calls.call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,10 +29,7 @@ from .provenance import Owner, Owners
 from .shadow import Ran, Shadow
 
 aten = torch.ops.aten
-_CAST = aten._to_copy.default
 _ADD_ = aten.add_.Tensor
-_ADDS = (_ADD_, aten.add.Tensor)
-_PRODUCTS = (aten.addmm_.default, aten.addmm.default, aten.addmm.out)  # with what they add to
 _LOW = (torch.bfloat16, torch.float16)
 _ZERO = (aten.zero_.default, aten._foreach_zero_.default)
 _SAMPLE = 4096  # elements of each parameter
@@ -95,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self.owners, self._optimizer = Owners(model), optimizer
         self.updates = None if optimizer is None else Updates(optimizer)
         self.sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-        self._sums, self.gradients = _Sums(model.parameters()), Gradients(model.parameters())
+        self.gradients = Gradients(model.parameters())
         self.points = Points()
         if scaler is not None:
             self.owners.watch(scaler)
@@ -138,10 +134,8 @@ class Recorder(TorchDispatchMode):
                 self._skipped = self._skips()
             _products.listeners.append(self._product)
             stack.callback(_products.listeners.remove, self._product)
-            stack.enter_context(provenance.FORCE_EAGER.held())
-            stack.enter_context(self)
-            stack.enter_context(self.calls)
-            stack.enter_context(provenance.NOT_ASKED.held())
+            for context in (provenance.torch_patched(), self, self.calls):
+                stack.enter_context(context)
             yield
 
     def _product(self, kind: str, recipe: Recipe, name: str) -> None:
@@ -184,7 +178,7 @@ class Recorder(TorchDispatchMode):
             is_root = self.calls.backward > 0 and place.phase == FORWARD  # that of the loss
             shadow.mark(call, place.phase == BACKWARD or is_root)
         decided = None if call.listed is None else self._record(call, call.listed, place, ran)
-        is_ours = func is _CAST and isinstance(self.owners.module(place.owner), Layer)
+        is_ours = func is provenance.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
         is_back = self.provenance.note(call, decided, is_ours)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (call.inputs[0], call.result))
@@ -195,10 +189,8 @@ class Recorder(TorchDispatchMode):
         return call.result
 
     def _note_sum(self, call: Call) -> None:
-        is_torchs = call.func.namespace == "aten" and len(call.results) > 0  # ours sum in FP32
         is_product = call.listed is not None and call.listed.kind == "product"
-        is_product = is_product and not self.provenance.has_parameter(call.inputs)
-        if not is_torchs or (times := self._sums.note(call, is_product)) < 2:
+        if (times := self.provenance.products_in(call, is_product)) < 2:
             return
         owner = self.owners.find()
         if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
@@ -264,7 +256,7 @@ class Recorder(TorchDispatchMode):
             low = self.calls.call.autocast.get(device)
             if low is not None and ops.calls_others(call.func):
                 formats, decided = (short(low),) * len(operands), provenance.AUTOCAST
-        weight = next(filter(None, map(self.provenance.weight, operands)), "")
+        weight = next(filter(None, (self.provenance.facts(t).weight for t in operands)), "")
         if phase == BACKWARD:
             weight = origin.weight if origin else ""
         elif origin is not None and origin.decided in (None, provenance.MIXPREC):
@@ -292,86 +284,30 @@ class Recorder(TorchDispatchMode):
         return decided if result_decided is None else result_decided
 
 
-@functools.cache
-def _accumulate_grad() -> Any:
-    """The class of the nodes that write `grad`."""
-    with torch.enable_grad():
-        node: Any = (torch.ones((), requires_grad=True) * 1).grad_fn
-        return type(node.next_functions[0][0])
-
-
 class Gradients:
     """summed: of a parameter, the dtype of `grad` and how often a backward pass has added to it."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        _accumulate_grad()
         self.summed: dict[torch.Tensor, tuple[str, int]] = {}
-        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by gradient
-        self._zeroed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # By gradient: -1 for one that may be 0, as from zero_grad(set_to_none=False).
+        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for p in params:
-            if p.grad is not None:  # it may be 0
-                self._zeroed[p.grad] = None
+            if p.grad is not None:
+                self._times[p.grad] = -1
 
     def note(self, call: Call, in_backward: bool) -> None:
         """An op has run."""
-        if call.func is _ADD_ and in_backward:
-            self._added()
-        elif call.func in _ZERO:
+        if call.func in _ZERO:
             for t in call.inputs:
-                self._zeroed[t] = None
-
-    def _added(self) -> None:
-        """A gradient has been added to that of an earlier backward pass."""
-        node: Any = torch._C._current_autograd_node()
-        if not isinstance(node, _accumulate_grad()):
-            return
-        param, grad = node.variable, node.variable.grad
-        if self._zeroed.pop(grad, self) is None:  # by zero_grad(set_to_none=False)
-            self._times[grad] = 0
-            return
-        self._times[grad] = times = self._times.get(grad, 0) + 1
-        most = self.summed.get(param, ("", 0))[1]
-        self.summed[param] = short(grad.dtype), max(times, most)
-
-
-class _Sums:
-    """Gradients that the program sums itself, over chunks of a batch: how often products were added
-    to one 16-bit tensor of the shape of a parameter. Products with a parameter are no part of such
-    a sum: a residual stream adds them, once for each layer."""
-
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and casts and views
-        for p in params:
-            self._weights[p] = None
-        self._shapes = {p.shape for p in self._weights if p.dim() == 2}
-        self._products: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def note(self, call: Call, is_product: bool) -> int:
-        """An op has run. is_product: of two tensors, no views of parameters. Returns how many
-        products its result is a sum of, if that has 16 bits, and 0 if it is no sum."""
-        func, inputs, outputs = call.func, call.inputs, call.results
-        if (func.is_view or func is _CAST) and inputs and inputs[0] in self._weights:
-            for t in outputs:
-                self._weights[t] = None
-            return 0
-        is_product = is_product and not any(t in self._weights for t in inputs)
-        if func in _ADDS and len(inputs) == 2 and inputs[1] in self._products:
-            return self._add(inputs[0], outputs[0])
-        if not is_product:
-            if func is _CAST and inputs[0] in self._products:
-                self._products[outputs[0]] = None
-            return 0
-        if func in _PRODUCTS and (times := self._add(inputs[0], outputs[0])):
-            return times
-        self._products[outputs[0]] = None
-        return 0
-
-    def _add(self, before: torch.Tensor, result: torch.Tensor) -> int:
-        if result.dtype not in _LOW or result.shape not in self._shapes:
-            return 0
-        self._times[result] = times = self._times.get(before, before in self._products) + 1
-        return int(times)
+                self._times[t] = -1
+        elif call.func is _ADD_ and in_backward:
+            node: Any = torch._C._current_autograd_node()
+            if hasattr(node, "variable"):  # it adds to the gradient of an earlier backward pass
+                param, grad = node.variable, node.variable.grad
+                self._times[grad] = times = self._times.get(grad, 0) + 1
+                if times > 0:
+                    most = self.summed.get(param, ("", 0))[1]
+                    self.summed[param] = short(grad.dtype), max(times, most)
 
 
 class Updates:
