@@ -20,6 +20,8 @@ from . import __version__
 from .ops._dispatch import backends, gemm_table, library, self_check
 from .ops._dispatch.op import OPS
 
+__all__ = ["build", "describe", "machine", "main", "report", "self_test", "variants", "versions"]
+
 # The processor features by which our kernels, or those of torch, are selected.
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),

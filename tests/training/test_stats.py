@@ -14,9 +14,9 @@ from torch import nn
 
 import mixprec
 from mixprec.diagnostics import measure
-from mixprec.diagnostics.stats import Monitor
 from mixprec.diagnostics.suggest import model_sqnr
 from mixprec.formats import E4M3, E5M2, FP16
+from mixprec.stats import Monitor
 from mixprec.testing import sqnr
 
 

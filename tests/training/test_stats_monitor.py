@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.diagnostics.plotting import plot_records
-from mixprec.diagnostics.stats import Monitor
 from mixprec.diagnostics.writers import finite
+from mixprec.stats import Monitor
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"])
