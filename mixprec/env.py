@@ -107,17 +107,17 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
         tried = op.order(device_type)
         reasons = {b: op.why_not(b, device_type) for b in backends.BACKENDS}
         uses = next((b for b in tried if reasons[b] is None), None)
-        for backend in backends.BACKENDS:
-            if reasons[backend] is None and backend != uses:
-                reasons[backend] = (
-                    f"{uses} comes first"
-                    if backend in tried
-                    else f"runs only when asked for: mixprec.use_backend({backend!r})"
-                )
-        table[name] = {
-            "uses": uses,
-            "others": {b: reason for b, reason in reasons.items() if b != uses},
+        others = {
+            b: reason
+            or (
+                f"{uses} comes first"
+                if b in tried
+                else f"runs only when asked for: mixprec.use_backend({b!r})"
+            )
+            for b, reason in reasons.items()
+            if b != uses
         }
+        table[name] = {"uses": uses, "others": others}
     return table
 
 
@@ -133,9 +133,6 @@ def gemm_choice() -> dict[str, Any]:
     }
 
 
-_TESTED = [backend for backend in backends.BACKENDS if backend != "reference"]
-
-
 def self_test(name: str, device: str) -> str | None:
     """How the backend of op `name` on `device` differs from the reference; None if it does not."""
     return self_check.difference(OPS[name], OPS[name], device)
@@ -148,7 +145,7 @@ def report() -> dict[str, Any]:
     by_device = {device: variants(device) for device in devices}
     tests = {
         # The reference itself has nothing to be compared with.
-        device: {n: self_test(n, device) for n, op in ops.items() if op["uses"] in _TESTED}
+        device: {n: self_test(n, device) for n in ops if ops[n]["uses"] not in (None, "reference")}
         for device, ops in by_device.items()
     }
     passed = not any(found for of_device in tests.values() for found in of_device.values())
@@ -166,65 +163,55 @@ def report() -> dict[str, Any]:
 def describe(facts: dict[str, Any]) -> str:
     """A report as text."""
     where, extension = facts["machine"], facts["extension"]
-    lines = ["Versions", *(f"  {name:12} {text}" for name, text in facts["versions"].items())]
-    lines += [
-        "",
-        "Machine",
-        f"  system       {where['system']}",
-        f"  processor    {where['processor']}, {where['cores']} cores, "
-        f"torch uses {where['threads']} threads",
-        f"  features     {' '.join(where['features']) or 'none that the kernels use'}",
-        f"  gpu          {where['gpu'] or 'none: ' + where['gpu_reason']}",
-        "",
-        "Compiled kernels (mixprec._C)",
-    ]
+    kernels = {"NOT LOADED": extension.get("reason")}
     if extension["loaded"]:
-        forced = extension["isa_forced"]
-        for_cuda = extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}"
+        forced, available = extension["isa_forced"], ", ".join(extension["isa_available"])
         why = f"forced by MIXPREC_ISA={forced}" if forced else "the best one supported here"
-        lines += [
-            f"  loaded       {extension['file']}",
-            f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
-            f"  level in use {extension['isa']} ({why}; available: "
-            f"{', '.join(extension['isa_available'])})",
-            f"  for CUDA     {for_cuda}",
-        ]
-    else:
-        lines += [f"  NOT LOADED   {extension['reason']}"]
+        kernels = {
+            "loaded": extension["file"],
+            "built with": f"compiler {extension['compiler']}, torch {extension['torch']}",
+            "level in use": f"{extension['isa']} ({why}; available: {available})",
+            "for CUDA": extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}",
+        }
+    machine = {
+        "system": where["system"],
+        "processor": f"{where['processor']}, {where['cores']} cores, torch uses {where['threads']} "
+        "threads",
+        "features": " ".join(where["features"]) or "none that the kernels use",
+        "gpu": where["gpu"] or f"none: {where['gpu_reason']}",
+    }
+    lines = []
+    for title, rows in (
+        ("Versions", facts["versions"]),
+        ("Machine", machine),
+        ("Compiled kernels (mixprec._C)", kernels),
+    ):
+        lines += [title, *(f"  {name:12} {text}" for name, text in rows.items()), ""]
     for device, ops in facts["ops"].items():
-        lines += ["", f"Ops on {device}: the backend in use, and the result of its self-test"]
-        width = max(map(len, ops))
+        lines.append(f"Ops on {device}: the backend in use, and the result of its self-test")
+        width, tests = max(map(len, ops)), facts["self_test"][device]
         for name, op in ops.items():
-            verdict = _verdict(facts, device, name)
+            verdict = f"FAILED, {tests.get(name)}" if tests.get(name) else "ok"
+            if name not in tests:
+                why = "it is the reference" if op["uses"] else "no backend can run it"
+                verdict = f"not tested: {why}"
             lines.append(f"  {name:{width}} {op['uses'] or 'NOTHING':10} {verdict}")
         lines += _reasons(ops)
-        if device == "cuda":
-            lines += _describe_choice(facts["gemm"])
-    lines += ["", "All is well." if facts["ok"] else "Something is wrong: see above."]
-    return "\n".join(lines)
+        lines += [*(_describe_choice(facts["gemm"]) if device == "cuda" else ()), ""]
+    return "\n".join([*lines, "All is well." if facts["ok"] else "Something is wrong: see above."])
 
 
 def _describe_choice(choice: dict[str, Any]) -> list[str]:
     """Which backend of gemm is chosen for a call on a GPU."""
-    order = ", ".join(choice["order"])
-    lines = [f"  gemm uses the first of {order} that supports the call"]
+    line = f"  gemm uses the first of {', '.join(choice['order'])} that supports the call"
     if choice["entries"]:
-        lines[0] += ", except where measured:"
-    lines += [f"    {kind:24} {backend}" for kind, (backend, _) in choice["entries"].items()]
-    if not choice["entries"]:
-        lines.append(
-            f"    nothing is measured for compute capability {choice['arch']}: "
-            f"python -m mixprec.bench tune measures, and writes {choice['file']}"
-        )
-    return lines
-
-
-def _verdict(report: dict[str, Any], device: str, name: str) -> str:
-    tests = report["self_test"][device]
-    if name not in tests:
-        uses = report["ops"][device][name]["uses"]
-        return f"not tested: {'it is the reference' if uses else 'no backend can run it'}"
-    return "ok" if tests[name] is None else f"FAILED, {tests[name]}"
+        rows = [f"    {kind:24} {backend}" for kind, (backend, _) in choice["entries"].items()]
+        return [f"{line}, except where measured:", *rows]
+    return [
+        line,
+        f"    nothing is measured for compute capability {choice['arch']}: "
+        f"python -m mixprec.bench tune measures, and writes {choice['file']}",
+    ]
 
 
 def _reasons(ops: dict[str, dict[str, Any]]) -> list[str]:

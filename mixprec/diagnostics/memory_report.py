@@ -19,9 +19,8 @@ from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release_hooks import is_released, other_hooks
 from . import plotting
-from .batches import call, scalar_loss, tensors
+from .passes import call, restored, scalar_loss, tensors
 from .peak_memory import LiveGradients, MostInUse, resident
-from .restore import restored
 from .writers import aligned, readable
 
 # What an optimizer of mixprec may hold before its first step.
@@ -152,19 +151,11 @@ def memory_report(
             "memory_report: the model's parameters must have no hooks for their gradients "
             "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
         )
-    owned = [*params, *model.buffers(), *tensors(batch)]
-    saved, record = recorder(owned)
     device = next((p.device for p in params), torch.device("cpu"))
     most = MostInUse(params, device)
-
-    def look(kind: str, kept: torch.Tensor | Saved) -> None:
-        before = saved.get(kind, 0)
-        record(kind, kept)
-        if size := saved[kind] - before:
-            most.add(kind, size, kept)
-
+    saved = SavedBytes([*params, *model.buffers(), *tensors(batch)], most.add)
     with restored(model), _peak(device) as (start, peak):
-        with recorded(look):
+        with recorded(saved):
             output = call(model, batch)
             output = output if loss is None else loss(output)
             remedy = "pass loss=, a function of the model's output"
@@ -196,37 +187,40 @@ def memory_report(
 
 def _bytes(values: Iterable[torch.Tensor]) -> int:
     """Each storage once."""
-    found = {}
-    for t in values:
-        for local in tensors(t):
-            storage = local.untyped_storage()
-            found[StorageWeakRef(storage)] = storage.nbytes()
-    return sum(found.values())
+    storages = [t.untyped_storage() for t in tensors([*values])]
+    return sum({StorageWeakRef(storage): storage.nbytes() for storage in storages}.values())
 
 
-def recorder(
-    owned: Iterable[torch.Tensor],
-) -> tuple[dict[str, int], Callable[[str, torch.Tensor | Saved], None]]:
-    """The bytes saved by kind, each storage once and without those `owned`, and the function for
-    `recorded` that adds to them."""
-    storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in tensors(t)}
-    parts: WeakSet[Parts] = WeakSet()  # without keeping them until after the backward pass
-    saved: dict[str, int] = {}
+class SavedBytes(dict[str, int]):
+    """What is saved for backward by kind, each storage once and without those `owned`: a function
+    for `recorded`. look(kind, bytes, what) is called for what counts."""
 
-    def record(kind: str, kept: torch.Tensor | Saved) -> None:
+    def __init__(
+        self,
+        owned: Iterable[torch.Tensor],
+        look: Callable[[str, int, torch.Tensor | Saved], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._look = look
+        self._storages = {StorageWeakRef(t.untyped_storage()) for t in tensors([*owned])}
+        self._parts: WeakSet[Parts] = (
+            WeakSet()
+        )  # without keeping them until after the backward pass
+
+    def __call__(self, kind: str, kept: torch.Tensor | Saved) -> None:
         size = 0
         if isinstance(kept, Saved):
-            size = 0 if kept.parts in parts else kept.parts.nbytes
-            parts.add(kept.parts)
+            size = 0 if kept.parts in self._parts else kept.parts.nbytes
+            self._parts.add(kept.parts)
         else:
             for local in tensors(kept):
                 storage = local.untyped_storage()
                 reference = StorageWeakRef(storage)
-                size += 0 if reference in storages else storage.nbytes()
-                storages.add(reference)
-        saved[kind] = saved.get(kind, 0) + size
-
-    return saved, record
+                size += 0 if reference in self._storages else storage.nbytes()
+                self._storages.add(reference)
+        self[kind] = self.get(kind, 0) + size
+        if size and self._look is not None:
+            self._look(kind, size, kept)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory import caching_allocator
 from ..memory.packed import Saved
-from .batches import tensors
+from .passes import tensors
 
 
 class LiveGradients:

@@ -19,10 +19,9 @@ from ..ops._dispatch import checks
 from ..recipes import OUTLIERS, ROLES
 from .audit import Audit, provenance
 from .audit.loss import BARS, ROLES_OF, Lost
-from .batches import call
 from .layers import after_forward, as_operand, measured_layers, say_what_is_left_out
 from .measure import cast
-from .restore import restored, state_restored
+from .passes import call, restored, state_restored
 from .writers import aligned, decibels, layer_name
 
 REMEDIES = ("fp8-rowwise", "bf16")  # in this order

@@ -18,9 +18,9 @@ from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
 from ..optim._state8 import short
-from .batches import call, map_tensors, scalar_loss, tensors
 from .layers import after_forward
-from .memory_report import recorder
+from .memory_report import SavedBytes
+from .passes import call, map_tensors, scalar_loss, tensors
 from .report import Row
 from .suggest import choose_outliers, model_sqnr
 from .writers import SHORT
@@ -159,8 +159,8 @@ class TrainingRun:
 
     def _step(self, batch: Any, probe: bool) -> float:
         clock = _Clock(self.device)
-        saved, record = recorder(self.model.parameters() if probe else ())
-        with recorded(record) if probe else nullcontext():
+        saved = SavedBytes(self.model.parameters() if probe else ())
+        with recorded(saved) if probe else nullcontext():
             loss = self._loss(batch)
         if probe:
             self.row.saved_bytes = sum(saved.values())

@@ -565,7 +565,7 @@ def test_the_kernels_are_those_without_audit(i: int) -> None:
     with in_autocast(), mixprec.audit(model) as audit:
         model(*batch[: 1 if i == 1 else 3])  # nested tensors and autocast raise in torch
     assert {op.precision for op in audit.ops if op.flops and op.kind != "rnn"} <= {"bf16"}
-    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.provenance"
+    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.modes"
 
 
 def test_inference_mode_with_autocast_is_refused() -> None:

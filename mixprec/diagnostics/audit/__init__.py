@@ -18,8 +18,7 @@ from torch import nn
 
 from ...nn.convert import convert
 from ...recipes import Recipe
-from ..batches import call, entry_point, scalar_loss, tensors
-from ..restore import restored
+from ..passes import call, entry_point, restored, scalar_loss, tensors
 from ..writers import finite, joined
 from . import findings, render
 from .diff import Diff, Point

@@ -21,7 +21,7 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._state8 import short
 from ...recipes import OUTLIERS, Recipe
-from . import ops, provenance
+from . import modes, ops, provenance
 from .diff import Points
 from .noise import measured
 from .ops import AGAIN, BACKWARD, FORWARD, STEP, Call, Op
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         self.points = Points()
         if scaler is not None:
             self.owners.watch(scaler)
-        self.calls = provenance.Calls()
+        self.calls = modes.Calls()
         self.provenance = provenance.Provenance(self.calls, model.named_parameters())
         self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
         self._gemm: _Gemm | None = None
@@ -134,13 +134,13 @@ class Recorder(TorchDispatchMode):
                 self._skipped = self._skips()
             _products.listeners.append(self._product)
             stack.callback(_products.listeners.remove, self._product)
-            for context in (provenance.torch_patched(), self, self.calls):
+            for context in (modes.torch_patched(), self, self.calls):
                 stack.enter_context(context)
             yield
 
     def _product(self, kind: str, recipe: Recipe, name: str) -> None:
         if self in _get_current_dispatch_mode_stack():  # else it is another thread's
-            self._gemm = _Gemm(kind, recipe, name, provenance.autocast_dtypes())
+            self._gemm = _Gemm(kind, recipe, name, modes.autocast_dtypes())
 
     @nor_below
     def __torch_dispatch__(
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
                 )
             with self:  # elsewhere it has arrived as its parts
                 return func.decompose(*args, **kwargs)
-        self.has_compiled = self.has_compiled or provenance.is_in_compiled()
+        self.has_compiled = self.has_compiled or modes.is_in_compiled()
         place = self._place()
         shadow = None if place.phase == STEP else self._shadow
         if shadow is not None:
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
                     shadow.roles.put(gradient, "g")
             shadow.prepare(call)
         inside = call.listed and self.calls.call.autocast and ops.calls_others(func)
-        with provenance.autocast_inside() if inside else contextlib.nullcontext():
+        with modes.autocast_inside() if inside else contextlib.nullcontext():
             call.run()
         ran = None
         if shadow is not None:

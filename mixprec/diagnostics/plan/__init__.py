@@ -18,13 +18,12 @@ from ...ops._dispatch import checks
 from ...optim import SGD
 from ...recipes import Recipe
 from ..audit import Audit
-from ..batches import call, entry_point, scalar_loss
 from ..layers import why_not_matrices
-from ..restore import restored
+from ..passes import call, entry_point, restored, scalar_loss
 from ..writers import Progress
 from .program import QUANTITIES, Assignment, Hardware, Program, choose, costs, parse
 from .result import Plan, convertible, joined, limits_text, prediction
-from .sensitivity import Training, measure, others
+from .sensitivity import Sensitivities, Training, others
 
 _BATCHES = 8
 # Of a limit of the loss: it may grow by more than predicted, also by more than this (docs/plan.md).
@@ -104,16 +103,14 @@ def plan(
         return value
 
     params = [p for p in model.parameters() if p.requires_grad]
-    audit = Audit(model)
+    audit, training = Audit(model), _training(optimizer, steps)
     with restored(model), torch.enable_grad(), autocast(enabled=False), Progress() as line:
 
         def show(done: int, total: int) -> None:
             line.show(f"plan: {done} of {total} passes")
 
-        found = measure(
-            layers, params, run, len(taken), recipes, _training(optimizer, steps), passes,
-            progress or show, audit,
-        )  # fmt: skip
+        measured = Sensitivities(layers, params, run, len(taken), recipes, training)
+        found = measured.measure(passes, progress or show, audit)
     left_out |= {name: "it did not run with a gradient" for name in layers if name not in found}
     if not found:
         raise ValueError("plan: no layer ran with a gradient")
@@ -155,10 +152,6 @@ def _budget(budget: Mapping[str, float]) -> dict[str, float]:
     return {name: float(budget[name]) for name in QUANTITIES if name in budget}
 
 
-def _objectives(limits: Mapping[str, float]) -> tuple[str, ...]:
-    return ("time", "loss", "memory") if "loss" in limits else ("loss", "time", "memory")
-
-
 def _training(optimizer: torch.optim.Optimizer | None, steps: int) -> Training:
     if optimizer is None:
         return Training(steps, 1e-3, True)
@@ -176,7 +169,8 @@ def _solve(
     units = dict(bf16) | {"loss": 1.0 / _MARGIN, "time": bf16["time"] + rest["time"]}
     fixed = {"time": rest["time"]}
     absolute = {name: v * units[name] - fixed.get(name, 0.0) for name, v in limits.items()}
-    found = program.solve(_objectives(limits), absolute)
+    first = ("time", "loss") if "loss" in limits else ("loss", "time")
+    found = program.solve((*first, "memory"), absolute)
     if found is not None:
         return found
     said = []
