@@ -32,14 +32,14 @@ OPTIONAL = ("triton", "rich", "matplotlib", "numpy", "torchao")
 
 def versions() -> dict[str, str]:
     """The versions of mixprec, Python, torch, and of the optional packages that are installed."""
-    found = {"mixprec": __version__, "python": platform.python_version()}
-    found["torch"] = str(torch.__version__)
+    installed = {"mixprec": __version__, "python": platform.python_version()}
+    installed["torch"] = str(torch.__version__)
     for name in OPTIONAL:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -148,7 +148,9 @@ def report() -> dict[str, Any]:
         device: {n: self_test(n, device) for n in ops if ops[n]["uses"] not in (None, "reference")}
         for device, ops in by_device.items()
     }
-    passed = not any(found for of_device in tests.values() for found in of_device.values())
+    passed = not any(
+        difference for of_device in tests.values() for difference in of_device.values()
+    )
     return {
         "versions": versions(),
         "machine": machine(),
@@ -231,9 +233,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mixprec.env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
-    found = report()
-    print(json.dumps(found, indent=1) if args.json else describe(found))
-    return 0 if found["ok"] else 1
+    facts = report()
+    print(json.dumps(facts, indent=1) if args.json else describe(facts))
+    return 0 if facts["ok"] else 1
 
 
 if __name__ == "__main__":

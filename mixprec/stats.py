@@ -206,10 +206,10 @@ class Monitor(Recorded):
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         with torch.no_grad(), autocast.disabled(x.device.type):
             note("x", x)
-            ref, whole = None, not is_sharded(weight)  # else known in the forward only
-            if whole:
+            ref, has_weight = None, not is_sharded(weight)  # else known in the forward only
+            if has_weight:
                 note("w", weight)
-            if self.sqnr and whole:
+            if self.sqnr and has_weight:
                 bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
                 ref = product_fp32(layer, x.detach(), weight, bias)
             fmt = str(y.dtype).removeprefix("torch.")

@@ -167,7 +167,7 @@ def compare(
         elif isinstance(recipe, Plan):
             row.expected = _formats(Recipe.parse("bf16"))
             named = recipe.recipes.items()
-            row.expected_in = {name: _formats(Recipe.parse(own)) for name, own in named}
+            row.expected_in = {name: _formats(Recipe.parse(r)) for name, r in named}
             cast_parameters(recipe.apply(model), torch.bfloat16)
         else:
             row.expected = _formats(recipe)
@@ -235,8 +235,8 @@ def _recipes(one: Recipe | Plan | None) -> list[Recipe]:
     """Of all products of all layers."""
     if one is None:
         return []
-    whole = [one] if isinstance(one, Recipe) else [Recipe.parse(r) for r in one.recipes.values()]
-    return [recipe.product(name) for recipe in whole for name in KINDS]
+    recipes = [one] if isinstance(one, Recipe) else [Recipe.parse(r) for r in one.recipes.values()]
+    return [recipe.product(name) for recipe in recipes for name in KINDS]
 
 
 def _formats(recipe: Recipe) -> dict[str, str]:

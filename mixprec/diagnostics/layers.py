@@ -50,11 +50,11 @@ def say_what_is_left_out(who: str, model: nn.Module) -> None:
 def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:
     """The recipe that `layer` computes with in this region of the program, and the state of delayed
     scaling if it has one; None where `mixprec.autocast` switched recipes off."""
-    own: Recipe = layer.recipe  # type: ignore[assignment]
-    recipe = _region.recipe_here(own)
+    set_recipe: Recipe = layer.recipe  # type: ignore[assignment]
+    recipe = _region.recipe_here(set_recipe)
     if recipe is None:
         return None
-    if not recipe.is_delayed or recipe != own:
+    if not recipe.is_delayed or recipe != set_recipe:
         return recipe, None
     return recipe, Delayed(*(getattr(layer, name) for name in ("scale", "amax", "grad_amax")))
 

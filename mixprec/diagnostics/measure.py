@@ -28,14 +28,14 @@ FIELDS = (
 )
 
 
-def _stacked(wide: torch.Tensor, **more: torch.Tensor | float) -> torch.Tensor:
-    """FIELDS of a tensor in FP32, in their order; NaN for a field that is not in `more`."""
+def _stacked(wide: torch.Tensor, **known: torch.Tensor | float) -> torch.Tensor:
+    """FIELDS of a tensor in FP32, in their order; NaN for a field that is not in `known`."""
     values = {
         "elements": float(wide.numel()),
         "amax": wide.abs().amax() if wide.numel() else wide.new_zeros(()),  # NaN if any is NaN
         "inf": torch.isinf(wide).sum(),
         "nan": torch.isnan(wide).sum(),
-        **more,
+        **known,
     }
     fields = []
     for name in FIELDS:
@@ -176,8 +176,8 @@ class Histogram:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file that the page docs/explorer.html reads."""
-        found = {"format": "mixprec histogram", "version": 1, **asdict(self)}
-        Path(path).write_text(json.dumps(found))
+        content = {"format": "mixprec histogram", "version": 1, **asdict(self)}
+        Path(path).write_text(json.dumps(content))
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:
@@ -206,5 +206,5 @@ def histogram(tensor: torch.Tensor) -> Histogram:
         counts += torch.bincount(finite >> _SHIFT << 1 | between, minlength=len(counts)).cpu()
     keys = counts.nonzero().flatten()
     zeros, inf, nan = special.tolist()
-    found = dict(zip(keys.tolist(), counts[keys].tolist(), strict=True))
-    return Histogram(tensor.numel(), zeros, inf, nan, found)
+    by_bits = dict(zip(keys.tolist(), counts[keys].tolist(), strict=True))
+    return Histogram(tensor.numel(), zeros, inf, nan, by_bits)

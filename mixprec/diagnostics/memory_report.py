@@ -174,8 +174,10 @@ def memory_report(
             if g is not None and not is_released(g)
         )
         gradients += 0 if live is None else live.largest
-        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in own)
+        updated = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in updated)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
     files = resident("RssFile") if device.type == "cpu" else None

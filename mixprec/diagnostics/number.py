@@ -75,9 +75,11 @@ def in_block(name: str, fmt: Format, x: float, block: float, tensor: float) -> C
 def casts(x: float, block: float | None = None, tensor: float | None = None) -> list[Cast]:
     """x in every format."""
     given = torch.tensor([x, block or 0.0, tensor or 0.0]).abs()
-    largest, whole = float(given[:2].amax()), float(given.amax())  # NaN stays
+    largest, largest_of_all = float(given[:2].amax()), float(given.amax())  # NaN stays
     rows = [plain(x, fmt) for fmt in (BF16, FP16, E5M2, E4M3)]
-    return rows + [in_block(*one, x, largest, whole) for one in (*_BLOCKS, ("nvfp4", E2M1))]
+    return rows + [
+        in_block(*one, x, largest, largest_of_all) for one in (*_BLOCKS, ("nvfp4", E2M1))
+    ]
 
 
 def table(x: float, rows: list[Cast]) -> str:

@@ -75,9 +75,9 @@ def scalar_loss(op: str, output: Any, remedy: str) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def state_restored(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def state_restored(model: nn.Module, others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore at the end the buffers, children and other attributes of the modules of `model`, and
-    the values of these tensors and of `more`.
+    the values of these tensors and of `others`.
 
     Parameters are not copied. A Python object that an attribute keeps is the same again, with
     whatever was done to it (such as a list that was appended to).
@@ -87,7 +87,7 @@ def state_restored(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Itera
         for module in model.modules()
     ]
     tensors = [v for _, dicts, _ in modules for d in dicts for v in d.values() if _has_value(v)]
-    kept = {id(t): t for t in (*tensors, *model.buffers(), *more)}.values()
+    kept = {id(t): t for t in (*tensors, *model.buffers(), *others)}.values()
     values = [(t, t.data, t.detach().clone()) for t in kept]
     try:
         yield

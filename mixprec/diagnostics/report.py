@@ -122,8 +122,8 @@ class Report:
     def chance(self) -> float | None:
         """How much another seed changes the loss of fp32, relatively: the size of the difference of
         the reseeded row. A smaller one is within run-to-run noise. None without such a row."""
-        found = (self.difference(row) for row in self.rows if row.reseeded)
-        return next((abs(x) for x in found if x is not None and math.isfinite(x)), None)
+        differences = (self.difference(row) for row in self.rows if row.reseeded)
+        return next((abs(x) for x in differences if x is not None and math.isfinite(x)), None)
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each recipe, module and GEMM kind that did not run in every step, or not

@@ -66,10 +66,10 @@ class _Clock:
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part; on a GPU, call it after a synchronization."""
-        found = {}
+        seconds = {}
         for (_, start), (part, end) in itertools.pairwise(self._marks):
-            found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
-        return found
+            seconds[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
+        return seconds
 
 
 class TrainingRun:

@@ -33,8 +33,8 @@ def summary(ops: Iterable[Op]) -> str:
         for flops in (precisions, flops_by(lambda op: op.decided, ops))
     ]
     again = sum(op.flops for op in ops if op.phase == AGAIN)
-    more = f", {again / total:.1%} computed again in backward" if again else ""
-    return f"{prefixed(total)}FLOP{more}: {parts[0]}. Set by: {parts[1]}"
+    again_share = f", {again / total:.1%} computed again in backward" if again else ""
+    return f"{prefixed(total)}FLOP{again_share}: {parts[0]}. Set by: {parts[1]}"
 
 
 def table(ops: Iterable[Op], most: int) -> str:

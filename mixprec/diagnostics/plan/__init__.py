@@ -23,7 +23,7 @@ from ..passes import call, entry_point, restored, scalar_loss
 from ..writers import Progress
 from .program import QUANTITIES, Assignment, Hardware, Program, choose, costs, parse
 from .result import Plan, convertible, joined, limits_text, prediction
-from .sensitivity import Sensitivities, Training, others
+from .sensitivity import Sensitivities, Training, unplanned_flops
 
 _BATCHES = 8
 # Of a limit of the loss: it may grow by more than predicted, also by more than this (docs/plan.md).
@@ -109,21 +109,21 @@ def plan(
         def show(done: int, total: int) -> None:
             line.show(f"plan: {done} of {total} passes")
 
-        measured = Sensitivities(layers, params, run, len(taken), recipes, training)
-        found = measured.measure(passes, progress or show, audit)
-    left_out |= {name: "it did not run with a gradient" for name in layers if name not in found}
-    if not found:
+        sensitivities = Sensitivities(layers, params, run, len(taken), recipes, training)
+        measured = sensitivities.measure(passes, progress or show, audit)
+    left_out |= {name: "it did not run with a gradient" for name in layers if name not in measured}
+    if not measured:
         raise ValueError("plan: no layer ran with a gradient")
-    found = {name: found[name] for name in layers if name in found}
-    prices = {name: costs(layer, recipes, processor) for name, layer in found.items()}
-    program = Program({name: layer.harm for name, layer in found.items()}, prices)
+    measured = {name: measured[name] for name in layers if name in measured}
+    prices = {name: costs(layer, recipes, processor) for name, layer in measured.items()}
+    program = Program({name: layer.harm for name, layer in measured.items()}, prices)
     bf16 = {name: program.value(name, program.uniform("bf16")) for name in QUANTITIES}
-    flops = others(audit, found)
+    flops = unplanned_flops(audit, measured)
     rest = {"flops": flops, "time": flops / processor.rates[16]}
     chosen = _solve(program, limits, bf16, rest)
     return Plan(
         recipes={name: joined(products) for name, products in chosen.items()},
-        shapes={name: list(layers[name].weight.shape) for name in found},  # type: ignore[arg-type]
+        shapes={name: list(layers[name].weight.shape) for name in measured},  # type: ignore[arg-type]
         budget=limits,
         predicted=prediction(program, chosen, bf16, rest),
         bf16=bf16,
@@ -137,7 +137,7 @@ def plan(
                 "first": layer.first,
                 "costs": asdict(prices[name]),
             }
-            for name, layer in found.items()
+            for name, layer in measured.items()
         },
     )
 
@@ -170,9 +170,9 @@ def _solve(
     fixed = {"time": rest["time"]}
     absolute = {name: v * units[name] - fixed.get(name, 0.0) for name, v in limits.items()}
     first = ("time", "loss") if "loss" in limits else ("loss", "time")
-    found = program.solve((*first, "memory"), absolute)
-    if found is not None:
-        return found
+    assignment = program.solve((*first, "memory"), absolute)
+    if assignment is not None:
+        return assignment
     said = []
     for name in limits:
         least = program.solve([name], {n: v for n, v in absolute.items() if n != name})
@@ -209,16 +209,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", help="write the plan, for Plan.load")
     given = parser.parse_args(arguments)
     budget = {name: v for name in QUANTITIES if (v := getattr(given, name)) is not None}
-    more = {"formats": given.formats} if given.formats else {}
+    formats = {"formats": given.formats} if given.formats else {}
     try:
         model, batches, *loss = entry_point(given.make)
-        found = plan(
+        result = plan(
             model, batches, budget=budget, loss=loss[0] if loss else None, steps=given.steps,
-            hardware=given.hardware, **more,
+            hardware=given.hardware, **formats,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
-    print(found)
+    print(result)
     if given.json:
-        found.save(given.json)
+        result.save(given.json)
     return 0

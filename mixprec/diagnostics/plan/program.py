@@ -49,8 +49,8 @@ class Hardware:
 _COUNTED = Hardware("", None, {16: 1.0, 8: 2.0, 6: 2.0, 4: 4.0}, float("inf"))
 # NVIDIA's data sheets, without sparsity: A100 80GB, H100 and H200 SXM, B200 of HGX, RTX 4090.
 TABLE = {
-    found.name.lower().replace(" ", ""): found
-    for found in (
+    one.name.lower().replace(" ", ""): one
+    for one in (
         Hardware("A100", (8, 0), {16: 312e12}, 2.04e12),
         Hardware("H100", (9, 0), {16: 989e12, 8: 1979e12}, 3.35e12),
         Hardware("H200", (9, 0), {16: 989e12, 8: 1979e12}, 4.8e12),
@@ -66,14 +66,14 @@ def parse(hardware: str | Hardware | None) -> Hardware:
         return _COUNTED
     if isinstance(hardware, Hardware):
         return hardware
-    found = TABLE.get(str(hardware).lower().replace(" ", ""))
-    if found is None:
+    known = TABLE.get(str(hardware).lower().replace(" ", ""))
+    if known is None:
         names = ", ".join(map(repr, TABLE))
         raise ValueError(
             f"plan: hardware must be {names}, a Hardware or None (FLOPs and bytes only), got "
             f"{hardware!r}"
         )
-    return found
+    return known
 
 
 def choose(
@@ -214,13 +214,13 @@ class Program:
     def solve(self, objectives: Sequence[str], limits: Mapping[str, float]) -> Assignment | None:
         """The assignment within the limits that is best for the first objective, of those within a
         millionth of it the best for the second, and so on; None if there is none."""
-        limits, found = dict(limits), None
+        limits, assignment = dict(limits), None
         for objective in objectives:
             if (better := self._solve(objective, limits)) is None:
                 break  # the first; after it, where the tolerance of the solver leaves nothing
-            found = better
-            limits[objective] = self.value(objective, found) * (1 + 1e-6)
-        return found
+            assignment = better
+            limits[objective] = self.value(objective, assignment) * (1 + 1e-6)
+        return assignment
 
     def _solve(self, objective: str, limits: Mapping[str, float]) -> Assignment | None:
         """Exactly, although the solver's tolerances are parts of the largest cost: what alone costs
@@ -235,16 +235,16 @@ class Program:
                 for choice in self._choices
                 if all(choice.cost[q] <= limit * (1 + 1e-9) for q, limit in largest.items())
             ]
-            found = self._solve_roughly(objective, limits, wrong, choices)
-            if found is None:
+            assignment = self._solve_roughly(objective, limits, wrong, choices)
+            if assignment is None:
                 return best
-            if any(self.value(q, found) > limits[q] * (1 + 1e-9) for q in limits):
-                wrong.append(found)
+            if any(self.value(q, assignment) > limits[q] * (1 + 1e-9) for q in limits):
+                wrong.append(assignment)
                 continue
-            value = self.value(objective, found)
+            value = self.value(objective, assignment)
             if best is not None and value >= self.value(objective, best):
                 return best
-            best, largest[objective] = found, min(value, largest.get(objective, value))
+            best, largest[objective] = assignment, min(value, largest.get(objective, value))
             if max(choice.cost[objective] for choice in choices) <= value:
                 return best
         if best is None:  # none of those that were left out

@@ -54,17 +54,17 @@ class Plan:
         """`mixprec.convert` the model, in place, with the recipe of each layer; what the plan has
         left out gets bf16. At any step of a training run. saved, fuse: as in `convert`. ValueError
         names the first layer that this model does not have as the planned one has it."""
-        found = convertible(model)
+        layers = convertible(model)
         for name, shape in self.shapes.items():
-            weight: Any = getattr(found.get(name), "weight", None)
+            weight: Any = getattr(layers.get(name), "weight", None)
             got = "none of that name" if weight is None else f"one of {list(weight.shape)}"
             if weight is None or list(weight.shape) != shape:
                 raise ValueError(
                     f"plan: this model must have a layer {name!r} with a weight of shape {shape}, "
                     f"as the one that was planned, got {got}"
                 )
-        if more := [name for name in found if name not in {*self.shapes, *self.left_out}]:
-            raise ValueError(f"plan: this model has a layer {more[0]!r} that was not planned")
+        if unplanned := [name for name in layers if name not in {*self.shapes, *self.left_out}]:
+            raise ValueError(f"plan: this model has a layer {unplanned[0]!r} that was not planned")
         overrides = {_escaped(name): recipe for name, recipe in self.recipes.items()}
         return convert(model, "bf16", overrides=overrides, saved=saved, fuse=fuse)
 
@@ -108,10 +108,12 @@ class Plan:
         rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
         for name, products in self.assignment().items():
             harm = self.measured[name]["harm"]
-            own = sum(harm[product][recipe] for product, recipe in products.items())
+            growth = sum(harm[product][recipe] for product, recipe in products.items())
             flops = self.measured[name]["flops"] * len(harm)
             recipes = (products.get(p, "-") for p in GEMMS)
-            rows.append([layer_name(name), *recipes, f"{own / loss:.1%}", f"{flops / total:.1%}"])
+            rows.append(
+                [layer_name(name), *recipes, f"{growth / loss:.1%}", f"{flops / total:.1%}"]
+            )
         return "\n".join(aligned(rows))
 
     def why(self, layer: str) -> str:
@@ -157,14 +159,14 @@ class Plan:
         program, total, rest = self.program(), self.bf16["time"], self.rest["time"]
         fastest = program.solve(["time", "loss"], {})
         assert fastest is not None, "without limits"
-        least, found = program.value("time", fastest), dict[float, float]()
+        least, losses = program.value("time", fastest), dict[float, float]()
         for i in range(points):
             limit = least + (total - least) * i / (points - 1)
             best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
             if best is not None:
                 share = (program.value("time", best) + rest) / (total + rest)
-                found[share] = program.value("loss", best)
-        return sorted(found.items())
+                losses[share] = program.value("loss", best)
+        return sorted(losses.items())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
@@ -173,8 +175,8 @@ class Plan:
         names = next(iter(next(iter(self.measured.values()))["harm"].values()))
         points = {}
         for name in names:
-            found = prediction(program, program.uniform(name), self.bf16, self.rest)
-            points[name] = found["time"], found["loss"]
+            values = prediction(program, program.uniform(name), self.bf16, self.rest)
+            points[name] = values["time"], values["loss"]
         points["plan"] = self.predicted["time"], self.predicted["loss"]
         unit = f" on {self.hardware}" if self.hardware else ""
         plotting.save(plotting.plot_plan(self.front(), points, unit), path)
@@ -189,14 +191,14 @@ class Plan:
         layers that were measured. ValueError for a file of another kind, layers that the model did
         not have, and recipes that were not measured."""
         try:
-            found = json.loads(Path(path).read_text())
+            content = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"Plan.load: {path} must be JSON: {error}") from error
         names = {field.name for field in fields(Plan)}
-        valid = isinstance(found, dict) and found.pop("version", None) == 2
-        if not valid or found.keys() != names:
+        valid = isinstance(content, dict) and content.pop("version", None) == 2
+        if not valid or content.keys() != names:
             raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 2")
-        plan = Plan(**found)
+        plan = Plan(**content)
         if unknown := plan.recipes.keys() - plan.shapes.keys() - plan.left_out.keys():
             raise ValueError(f"Plan.load: there was no layer {min(unknown)!r} in the planned model")
         for name, recipe in plan.recipes.items():

@@ -225,7 +225,7 @@ class Sensitivities:
         return grads
 
 
-def others(audit: Audit, layers: Mapping[str, Layer]) -> int:
+def unplanned_flops(audit: Audit, layers: Mapping[str, Layer]) -> int:
     """The FLOPs of a step that are not of these layers' products: of their own, as many as are in
     the audit."""
     ops = [op for op in audit.ops if op.phase in (FORWARD_PASS, BACKWARD)]
