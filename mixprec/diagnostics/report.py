@@ -207,12 +207,12 @@ class Report:
         """A more precise recipe for each layer with inexact products, for `mixprec.convert(model,
         recipe, overrides=report.suggest_overrides())`.
 
-        Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB
-        (`diagnostics.audit.loss.BARS`). "fp8-rowwise" is suggested where it reaches both, measured
-        on the same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons`
-        contain the measurements, and str() lists them. recipe: the row to use; None is the first
-        measured FP8 one, else the first measured one. ValueError if nothing was measured (use
-        compare(sqnr=True)), KeyError if there is no such row.
+        Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB. "fp8-rowwise" is
+        suggested where it reaches both, measured on the same x, w and g, else "bf16". The result is
+        a dict of {layer: recipe}; its `reasons` contain the measurements, and str() lists them.
+        recipe: the row to use; None is the first measured FP8 one, else the first measured one.
+        ValueError if nothing was measured (use compare(sqnr=True)), KeyError if there is no such
+        row.
         """
         rows = [row for row in self.rows if row.sqnr]
         if recipe is not None:

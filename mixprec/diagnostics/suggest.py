@@ -18,7 +18,7 @@ from ..ops._dispatch import autocast as torch_autocast
 from ..ops._dispatch import checks
 from ..recipes import OUTLIERS, ROLES
 from .audit import Audit, provenance
-from .audit.loss import BARS, ROLES_OF, Lost
+from .audit.records import BARS, ROLES_OF, Lost
 from .layers import after_forward, as_operand, measured_layers, say_what_is_left_out
 from .measure import cast
 from .passes import call, restored, state_restored

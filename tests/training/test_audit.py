@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mixprec
 import mixprec.__main__
 from mixprec.diagnostics.audit import render
-from mixprec.diagnostics.audit.ops import accumulation, bits
+from mixprec.diagnostics.audit.records import accumulation, bits
 from mixprec.diagnostics.writers import prefixed
 
 X = torch.linspace(-1, 1, 24).view(4, 6)

@@ -23,7 +23,7 @@ from ..writers import finite, joined
 from . import findings, render
 from .diff import Diff, Point
 from .noise import what_if_recipes
-from .ops import Op, flops_by
+from .records import Op, flops_by
 from .shadow import Shadow
 from .trace import Recorder
 

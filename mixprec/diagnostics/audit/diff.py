@@ -17,8 +17,8 @@ import torch
 
 from ..writers import aligned
 from . import reference
-from .loss import ROLES_OF, WORDS, Lost, product_of, unexplained
-from .ops import PRODUCTS, Call
+from .ops import Call
+from .records import PRODUCTS, ROLES_OF, WORDS, Lost, product_of, unexplained
 from .reference import is_float, widened
 from .shadow import Ran, Shadow
 

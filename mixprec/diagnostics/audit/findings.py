@@ -12,8 +12,19 @@ from torch import nn
 from ...nn._layer import Layer
 from ..writers import SHORT, joined
 from . import provenance
-from .loss import BARS, SUSPECT, WORDS, Lost, unexplained
-from .ops import FORWARD, PRODUCTS, Op, bits, flops_by, product_name
+from .records import (
+    BARS,
+    FORWARD,
+    PRODUCTS,
+    SUSPECT,
+    WORDS,
+    Lost,
+    Op,
+    bits,
+    flops_by,
+    product_name,
+    unexplained,
+)
 from .trace import Recorder
 
 # Of the FLOPs of a step: what is less has nothing to lose.

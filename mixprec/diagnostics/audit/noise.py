@@ -23,8 +23,8 @@ from ...ops.gemm import gemm_op, gemm_simulated_op
 from ...recipes import GEMMS, Recipe
 from ..measure import cast, product, squares
 from . import reference
-from .loss import RESULT, ROLES_OF, Lost, Operand, power, product_of
 from .ops import Call, ours
+from .records import RESULT, ROLES_OF, Lost, Operand, power, product_of
 from .reference import FLOATS, is_float, widened
 from .shadow import Ran, Shadow
 

@@ -1,4 +1,4 @@
-"""The ops that audit lists: their FLOPs, and what it reports of their calls.
+"""The ops that audit lists, their FLOPs, and a call of one.
 
 A multiplication and an addition are 2 FLOPs; only those of products count. Causal attention counts
 as attention without a mask, as in torch.utils.flop_counter.
@@ -7,31 +7,20 @@ as attention without a mask, as in torch.utils.flop_counter.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...functional._products import ROLES
 from ...ops._dispatch import op as registry
 from ...ops.attention import attention_backward_op, attention_op
 from ...ops.cross_entropy import cross_entropy_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
 from ...ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ...ops.norm_quantize import norm_quantize_op
-from ...optim._state8 import short
-from ...recipes import Recipe
-from ..writers import SHORT
-from .loss import RESULT, Lost
 
-FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
-PRODUCTS = ("product", "convolution", "attention", "rnn")
-_FP8_NAMES = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8, "mxfp6": 6}
 Arguments = dict[str, Any]  # of a call, by the names of the op's schema
 Count = Callable[[Arguments, Any], int]  # FLOPs, from the arguments and the result
 aten = torch.ops.aten
@@ -293,110 +282,3 @@ class Call:
         """torch's name."""
         name: str = self.func.name()
         return name.split("::")[-1].split(".")[0]
-
-
-def operand_formats(recipe: Recipe, kind: str) -> tuple[str, ...]:
-    """The names of the formats of a and b in one of a recipe's products."""
-    formats = zip(ROLES[kind], getattr(recipe, kind), strict=True)
-    one = recipe.product(kind)
-    return tuple(one.block_format(role) or format.name for role, format in formats)
-
-
-@dataclass(unsafe_hash=True)
-class Op:
-    """Calls of an op that are the same in all of this.
-
-    module: its path in the model, "" for the model, None for the code outside, then with `line`,
-    the file and line that called it; kind: "product", "convolution", "attention", "rnn" or
-    "reduction"; phase: "forward", "backward", "recomputation" (what a checkpoint computes again)
-    or "optimizer"; op: torch's name; shapes and formats: of the operands; accumulation: in what is
-    summed; result: its dtype; calls, flops, and bytes of operands and results: of all calls.
-
-    decided: what set the operands' formats: "recipe fp8", "override bf16" (of convert),
-    "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
-    of one of its functions), "mixprec" (inside of one of its functions that has no recipe),
-    "tensor dtype" (of parameters and inputs) or "unknown". weight: of a product of torch, the name
-    of the parameter that is an operand, as it is, cast or transposed; "" for none.
-
-    lost: with sqnr=True, if the op or its operands are rounded, by what it computes: "y",
-    "grad_input" and "grad_weight" of a layer, or "result"; see `Lost`.
-    """
-
-    module: str | None
-    module_class: str
-    line: str
-    kind: str
-    phase: str
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-    formats: tuple[str, ...]
-    accumulation: str
-    result: str
-    decided: str
-    weight: str = ""
-    calls: int = field(default=0, compare=False)
-    flops: int = field(default=0, compare=False)
-    bytes: int = field(default=0, compare=False)
-    lost: dict[str, Lost] = field(default_factory=dict, compare=False)
-
-    def add(self, flops: int, size: int, lost: Mapping[str, Lost]) -> None:
-        """A call."""
-        self.calls += 1
-        self.flops += flops
-        self.bytes += size
-        for name, one in lost.items():
-            self.lost.setdefault(name, Lost()).add(one)
-
-    @property
-    def precision(self) -> str:
-        """The formats as one word, or as in "bf16 x fp32" where they differ."""
-        return " x ".join(dict.fromkeys(map(_word, self.formats)))
-
-    @property
-    def where(self) -> str:
-        """The module, or the line."""
-        if self.module is None:
-            return self.line or "unknown"
-        return self.module or self.module_class
-
-
-def _word(name: str) -> str:
-    """Of a format: "mxfp8" of "mxfp8_e4m3"."""
-    return "fp8" if name in _FP8_NAMES else SHORT.get(name, name.partition("_")[0])
-
-
-def product_name(op: Op, name: str) -> str:
-    """What `name` of op.lost is."""
-    return f"{op.kind}, {op.phase}" if name == RESULT else name
-
-
-def flops_by(key: Callable[[Op], str], ops: Iterable[Op]) -> dict[str, int]:
-    """FLOPs of a step by a key, the largest first."""
-    flops: Counter[str] = Counter()
-    for op in ops:
-        if op.flops and op.phase != STEP:
-            flops[key(op)] += op.flops
-    return dict(flops.most_common())
-
-
-def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> str:
-    """In what products of such operands are summed. library: "aten" or "mixprec"."""
-    if not dtype.is_floating_point:
-        return "int32"
-    cuda = torch.backends.cuda.matmul
-    if device == "cuda" and library == "aten" and kind in ("product", "convolution"):
-        tf32 = cuda.allow_tf32 if kind == "product" else torch.backends.cudnn.allow_tf32
-        if dtype == torch.float32 and tf32:
-            return "float32, of tf32"
-        reduced = {
-            torch.float16: cuda.allow_fp16_reduced_precision_reduction,
-            torch.bfloat16: cuda.allow_bf16_reduced_precision_reduction,
-        }
-        if kind == "product" and reduced.get(dtype):
-            return f"float32, where K is split {short(dtype)}"
-    return short(dtype if dtype.itemsize > 4 else torch.float32)
-
-
-def bits(precision: str) -> int:
-    """The most bits of an operand."""
-    return max(_BITS.get(part, 4) for part in precision.split(" x "))

@@ -12,8 +12,7 @@ import jinja2
 from torch import nn
 
 from ..writers import SHORT, aligned, decibels, joined, prefixed
-from .loss import BARS, Lost
-from .ops import AGAIN, FORWARD, PRODUCTS, STEP, Op, bits, flops_by, product_name
+from .records import AGAIN, BARS, FORWARD, PRODUCTS, STEP, Lost, Op, bits, flops_by, product_name
 
 _ROLES = ("x", "w", "g")
 _WIDE, _HALF = ("#8c2d04", "#d94801"), ("#2171b5", "#6baed6")  # fp64, fp32; bf16, fp16

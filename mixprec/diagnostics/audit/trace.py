@@ -24,8 +24,9 @@ from ...recipes import OUTLIERS, Recipe
 from . import modes, ops, provenance
 from .diff import Points
 from .noise import measured
-from .ops import AGAIN, BACKWARD, FORWARD, STEP, Call, Op
+from .ops import Call
 from .provenance import Owner, Owners
+from .records import AGAIN, BACKWARD, FORWARD, STEP, Op, accumulation, operand_formats
 from .shadow import Ran, Shadow
 
 aten = torch.ops.aten
@@ -239,7 +240,7 @@ class Recorder(TorchDispatchMode):
         if listed.kind in ("product", "convolution"):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
-            formats = ops.operand_formats(gemm.recipe, gemm.kind)
+            formats = operand_formats(gemm.recipe, gemm.kind)
             owner = self.owners.layer(owner, gemm.name)
             decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
             if call.results:  # whose dtype is that of the layer's input, or of torch.autocast
@@ -271,7 +272,7 @@ class Recorder(TorchDispatchMode):
             call.op,
             tuple(map(ops.shape, operands)),
             formats,
-            ops.accumulation(listed.kind, operands[0].dtype, device, call.func.namespace),
+            accumulation(listed.kind, operands[0].dtype, device, call.func.namespace),
             short(results[0].dtype),
             decided,
             weight if listed.kind == "product" else "",

@@ -30,9 +30,8 @@ from torch import nn
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
 from ..audit import Audit
-from ..audit.loss import power
-from ..audit.ops import BACKWARD
-from ..audit.ops import FORWARD as FORWARD_PASS
+from ..audit.records import BACKWARD, power
+from ..audit.records import FORWARD as FORWARD_PASS
 from ..layers import Matrices, after_forward, first
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = GEMMS
