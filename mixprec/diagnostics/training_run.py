@@ -119,7 +119,7 @@ class TrainingRun:
         batches: Iterable[Any],
         steps: int | None,
         schedule: Callable[[int], float] | None,
-        progress: Callable[[str, int, int | None, float], None] | None,
+        progress: Callable[[str, int, int | None, float], None],
         same_data: list[int],
     ) -> None:
         """Run the steps; the batches' checksums must be those of `same_data` where it has some."""
@@ -145,8 +145,7 @@ class TrainingRun:
                 row.seconds.append(time.perf_counter() - start)
                 row.units.append(units)
                 row.losses.append(loss)
-                if progress is not None:
-                    progress(row.recipe, step + 1, steps, loss)
+                progress(row.recipe, step + 1, steps, loss)
                 not_finite = 0 if math.isfinite(loss) else not_finite + 1
                 if not_finite == MAX_NOT_FINITE:
                     row.status = (

@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
             weight if listed.kind == "product" else "",
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
-        self.ops.setdefault(op, op).add(listed.flops(call.given, call.result), size, lost)
+        self.ops.setdefault(op, op).add(call.flops, size, lost)
         if self._shadow is not None and phase in (FORWARD, BACKWARD):
             where = owner.name if owner.name is not None else owner.line
             self.points.record(self._shadow, where, phase, call, ran, lost)

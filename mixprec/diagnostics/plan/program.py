@@ -116,23 +116,15 @@ def costs(layer: Layer, recipes: Mapping[str, Recipe], hardware: Hardware) -> Co
     """Of a step, in 16-bit dtypes where nothing is cast. bf16 casts nothing, keeps x itself, and w
     as the parameter that is there anyway."""
     sizes = {"x": layer.x, "w": layer.w, "y": layer.y, "g": layer.y}
-    product: dict[str, dict[str, float]] = {}
-    kept: dict[str, dict[str, float]] = {}
-    for name in layer.harm:
+    product: dict[str, dict[str, float]] = {name: {} for name in layer.harm}
+    kept: dict[str, dict[str, float]] = {name: {} for name in layer.harm}
+    for name, (key, recipe) in itertools.product(layer.harm, recipes.items()):
         *operands, result = (sizes[part] for part in _OPERANDS[name])
-        product[name] = {
-            key: hardware.seconds(
-                layer.flops, sum(operands) * _bytes(recipe, "x") + 2 * result, recipe
-            )
-            for key, recipe in recipes.items()
-        }
-        role = _KEPT.get(name)
-        kept[name] = {
-            key: 0.0
-            if role is None or (role == "w" and not recipe.is_scaled)
-            else sizes[role] * _bytes(recipe, role)
-            for key, recipe in recipes.items()
-        }
+        moved = sum(operands) * _bytes(recipe, "x") + 2 * result
+        product[name][key] = hardware.seconds(layer.flops, moved, recipe)
+        role = _KEPT.get(name, "")
+        is_kept = role == "x" or (role == "w" and recipe.is_scaled)
+        kept[name][key] = sizes[role] * _bytes(recipe, role) if is_kept else 0.0
     cast = {
         role: {
             # Read once, written as it is and transposed.
