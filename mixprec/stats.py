@@ -34,7 +34,8 @@ from .ops._dispatch import autocast, checks
 __all__ = ["Histogram", "Monitor", "histogram"]
 
 _NAME = 24  # columns of the table for a layer's name; 80 in all
-Key = tuple[int, str, str, str, str]  # step, layer, tensor, format, granularity
+# Of the sums of a tensor: step, layer, tensor, format, granularity; of a number: step, name.
+Key = tuple[Any, ...]
 
 
 class Monitor(Recorded):
@@ -90,9 +91,7 @@ class Monitor(Recorded):
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended
         super().__init__()  # a record for each sampled step, after flush()
-        # On their devices: the sums of a tensor in a call of a layer; step, name and number.
-        self._samples: list[tuple[Key, torch.Tensor]] = []
-        self._scalars: list[tuple[int, str, torch.Tensor]] = []
+        self._samples: list[tuple[Key, torch.Tensor]] = []  # on their devices
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if optimizer is not None:
             self._applied_before = _applied(optimizer)
@@ -152,7 +151,7 @@ class Monitor(Recorded):
         self._note("", torch.zeros((), device="cpu"))
 
     def _note(self, name: str, value: torch.Tensor) -> None:
-        self._scalars.append((self.steps, name, value.detach().double().reshape(1)))
+        self._samples.append(((self.steps, name), value.detach().double().reshape(1)))
 
     def _note_loss_scale(self) -> None:
         scale = getattr(self.scaler, "_scale", None)
@@ -220,16 +219,13 @@ class Monitor(Recorded):
         """Transfer the measurements since the last flush to the host at once, add them to
         `records`, and return these. The only method that waits for the device."""
         samples, self._samples = self._samples, []
-        scalars, self._scalars = self._scalars, []
-        parts = [*(sums for _, sums in samples), *(value for *_, value in scalars)]
-        home = next((t.device for t in parts if t.device.type != "cpu"), torch.device("cpu"))
+        devices = (t.device for _, t in samples if t.device.type != "cpu")
+        home = next(devices, torch.device("cpu"))
         with torch.no_grad():
-            moved = [t.to(home, non_blocking=True) for t in parts]
+            moved = [t.to(home, non_blocking=True) for _, t in samples]
             numbers = iter(torch.cat(moved).tolist() if moved else ())
-        width = len(FIELDS)
-        tensors = [(key, [*itertools.islice(numbers, width)]) for key, _ in samples]
-        named = [(step, name, next(numbers)) for step, name, _ in scalars]
-        _add(self.records, tensors, named)
+        sizes = ((key, t.numel()) for key, t in samples)
+        _add(self.records, [(key, [*itertools.islice(numbers, size)]) for key, size in sizes])
         return self.records
 
     def table(self, limit: int | None = None) -> str:
@@ -267,33 +263,25 @@ def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return torch.stack(wide).max()
 
 
-def _add(
-    records: list[Record],
-    samples: Sequence[tuple[Key, Sequence[float]]],
-    scalars: Sequence[tuple[int, str, float]],
-) -> None:
+def _add(records: list[Record], samples: Sequence[tuple[Key, list[float]]]) -> None:
     """Append one record for each step that ended; tensors of a step that has a record join it."""
     by_step = {record["step"]: record for record in records[-1:]}
-
-    def of_step(step: int) -> Record:
+    merged: dict[Key, tuple[int, list[float]]] = {}
+    for key, values in samples:
+        step, name = key[:2]
         if step not in by_step:
             by_step[step] = {"step": step, "loss_scale": None, "skipped_steps": None, "clipped": {}}
             by_step[step]["tensors"] = []
             records.append(by_step[step])
-        return by_step[step]
-
-    merged: dict[Key, tuple[int, list[float]]] = {}
-    for key, values in samples:
-        calls, before = merged.get(key, (0, []))
-        merged[key] = calls + 1, _merge(before, values) if calls else list(values)
-    for key, (calls, values) in merged.items():
-        of_step(key[0])["tensors"].append(_tensor(key, calls, values))
-    for step, name, value in scalars:
-        record = of_step(step)
-        if name.startswith("clipped/"):
-            record["clipped"][name.removeprefix("clipped/")] = int(value)
+        if len(key) == 5:
+            calls, before = merged.get(key, (0, []))
+            merged[key] = calls + 1, _merge(before, values) if calls else values
+        elif name.startswith("clipped/"):
+            by_step[step]["clipped"][name.removeprefix("clipped/")] = int(values[0])
         elif name:
-            record[name] = int(value) if name == "skipped_steps" else value
+            by_step[step][name] = int(values[0]) if name == "skipped_steps" else values[0]
+    for key, (calls, values) in merged.items():
+        by_step[key[0]]["tensors"].append(_tensor(key, calls, values))
 
 
 def _merge(a: Sequence[float], b: Sequence[float]) -> list[float]:
