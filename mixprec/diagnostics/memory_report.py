@@ -19,7 +19,7 @@ from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release_hooks import is_released, other_hooks
 from . import plotting
-from .passes import call, restored, scalar_loss, tensors
+from .passes import restored, scalar_loss, tensors
 from .peak_memory import LiveGradients, MostInUse, resident
 from .writers import aligned, readable
 
@@ -156,11 +156,8 @@ def memory_report(
     saved = SavedBytes([*params, *model.buffers(), *tensors(batch)], most.add)
     with restored(model), _peak(device) as (start, peak):
         with recorded(saved):
-            output = call(model, batch)
-            output = output if loss is None else loss(output)
             remedy = "pass loss=, a function of the model's output"
-            scalar = scalar_loss("memory_report", output, remedy)
-        output = None
+            scalar = scalar_loss("memory_report", model, batch, loss, remedy)
         releases = getattr(optimizer, "_releases", None)
         most.watch(scalar)
         live = None if releases is None else LiveGradients(scalar)

@@ -61,17 +61,20 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def scalar_loss(op: str, output: Any, remedy: str) -> torch.Tensor:
-    """`output`, or its `loss` (a key or an attribute), as a tensor []; ValueError if it is not one
-    number, with what to do."""
-    loss = output
+def scalar_loss(
+    who: str, model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None, remedy: str
+) -> torch.Tensor:
+    """The loss of a batch as a tensor []: loss(output), or the output, or its `loss` (a key or an
+    attribute); ValueError if it is not one number, with what to do."""
+    output = value = call(model, batch) if loss is None else loss(call(model, batch))
     if not isinstance(output, torch.Tensor):
         has_keys = isinstance(output, Mapping)
-        loss = output.get("loss") if has_keys else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.reshape(())
-    got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
-    raise ValueError(f"{op}: the loss must be one number, got {got}: {remedy}")
+        value = output.get("loss") if has_keys else getattr(output, "loss", None)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    is_tensor = isinstance(value, torch.Tensor)
+    got = f"shape {tuple(value.shape)}" if is_tensor else type(output).__name__
+    raise ValueError(f"{who}: the loss must be one number, got {got}: {remedy}")
 
 
 @contextlib.contextmanager

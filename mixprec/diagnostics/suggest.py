@@ -25,7 +25,6 @@ from .passes import call, restored, state_restored
 from .writers import aligned, decibels, layer_name
 
 REMEDIES = ("fp8-rowwise", "bf16")  # in this order
-Sqnr = dict[str, float | None]
 Measured = Mapping[str, Mapping[str, Any]]  # by layer, as `model_sqnr` returns it
 _BATCHES = 8  # that choose outliers
 _NAME = 26
@@ -70,26 +69,20 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
 
 
 def _judged(recipe: Any, lost: dict[str, Lost]) -> dict[str, Any]:
-    row: dict[str, Any] = {"recipe": recipe.name, **_casts(lost)}
-    row |= {name: lost[name].own for name in ROLES_OF if name in lost}
+    products = [name for name in ROLES_OF if name in lost]
+    # Of each cast, in the first product that has it.
+    casts = {r: o.sqnr for name in reversed(products) for r, o in lost[name].operands.items()}
+    row: dict[str, Any] = {"recipe": recipe.name, **{r: casts[r] for r in ROLES if r in casts}}
+    row |= {name: lost[name].own for name in products}
     row["remedy"] = None
     if below_bar(row):
         for remedy in REMEDIES if recipe.is_scaled else REMEDIES[1:]:
             if remedy != recipe.name:
-                sqnrs = {name: lost[name].sqnr_if(remedy) for name in ROLES_OF if name in lost}
+                sqnrs = {name: lost[name].sqnr_if(remedy) for name in products}
                 row["remedy"] = {"recipe": remedy, **sqnrs}
                 if not below_bar(sqnrs):
                     break
     return row
-
-
-def _casts(lost: dict[str, Lost]) -> Sqnr:
-    """Of the casts of x, w and g, each of the first product that has it."""
-    sqnrs: Sqnr = {}
-    for name in ROLES_OF:
-        for role, operand in lost[name].operands.items() if name in lost else ():
-            sqnrs.setdefault(role, operand.sqnr)
-    return {role: sqnrs[role] for role in "xwg" if role in sqnrs}
 
 
 class Overrides(dict[str, str]):
@@ -103,24 +96,18 @@ class Overrides(dict[str, str]):
     def of(measured: Measured) -> Overrides:
         result = Overrides()
         for layer, row in measured.items():
-            if row["remedy"] is not None:
-                result[layer] = row["remedy"]["recipe"]
-                result.reasons[layer] = _reason(row)
+            if (remedy := row["remedy"]) is not None:
+                result[layer] = remedy["recipe"]
+                result.reasons[layer] = "; ".join(
+                    f"{name} has {decibels(value)} dB in {row['recipe']}, below {BARS[name]:g}, "
+                    f"and {decibels(remedy.get(name))} in {remedy['recipe']}"
+                    for name, value in below_bar(row).items()
+                )
         return result
 
     def __str__(self) -> str:
         lines = [f"{layer_name(n)}: {self[n]}: {why}" for n, why in self.reasons.items()]
         return "\n".join(lines) or "no layer is below its bar"
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    low, remedy = below_bar(row), row["remedy"]
-    parts = [
-        f"{name} has {decibels(value)} dB in {row['recipe']}, below {BARS[name]:g}, "
-        f"and {decibels(remedy.get(name))} in {remedy['recipe']}"
-        for name, value in low.items()
-    ]
-    return "; ".join(parts)
 
 
 def _margin(row: Mapping[str, Any]) -> float:

@@ -20,7 +20,7 @@ from ..nn import Layer
 from ..optim._state8 import short
 from .layers import after_forward
 from .memory_report import SavedBytes
-from .passes import call, map_tensors, scalar_loss, tensors
+from .passes import map_tensors, scalar_loss, tensors
 from .report import Row
 from .suggest import choose_outliers, model_sqnr
 from .writers import SHORT
@@ -104,9 +104,9 @@ class TrainingRun:
         return t.to(self.device, self.input_dtype if t.is_floating_point() else None)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        output = call(self.model, map_tensors(self._on_device, batch))
+        batch = map_tensors(self._on_device, batch)
         remedy = "forward must return it, or an output with it as `loss`"
-        return scalar_loss("compare", output, remedy)
+        return scalar_loss("compare", self.model, batch, None, remedy)
 
     def choose_outliers(self, batches: Iterable[Any]) -> None:
         """Of all layers whose recipe has some."""

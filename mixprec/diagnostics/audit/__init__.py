@@ -18,7 +18,7 @@ from torch import nn
 
 from ...nn.convert import convert
 from ...recipes import Recipe
-from ..passes import call, entry_point, restored, scalar_loss, tensors
+from ..passes import entry_point, restored, scalar_loss, tensors
 from ..writers import finite, joined
 from . import findings, render
 from .diff import Diff, Point
@@ -228,9 +228,8 @@ def audit(
         return report
     arguments = batch[0] if len(batch) == 1 else batch
     with restored(model, tensors(batch)), report:
-        output = call(model, arguments)
-        output = output if loss is None else loss(output)
-        value = scalar_loss("audit", output, "pass loss=, a function of the model's output")
+        remedy = "pass loss=, a function of the model's output"
+        value = scalar_loss("audit", model, arguments, loss, remedy)
         if value.requires_grad:
             value.backward()
     if not torch.isfinite(value):

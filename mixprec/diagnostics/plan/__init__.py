@@ -19,7 +19,7 @@ from ...optim import SGD
 from ...recipes import Recipe
 from ..audit import Audit
 from ..layers import why_not_matrices
-from ..passes import call, entry_point, restored, scalar_loss
+from ..passes import entry_point, restored, scalar_loss
 from ..writers import Progress
 from .program import QUANTITIES, Assignment, Hardware, Program, choose, costs, parse
 from .result import Plan, convertible, joined, limits_text, prediction
@@ -93,9 +93,8 @@ def plan(
 
     def run(i: int) -> torch.Tensor:
         torch.manual_seed(0)  # the same dropout in each pass
-        output = call(model, taken[i])
         remedy = "give plan(..., loss=function of the output)"
-        value = scalar_loss("plan", output if loss is None else loss(output), remedy)
+        value = scalar_loss("plan", model, taken[i], loss, remedy)
         if not math.isfinite(got := float(value.detach())):
             raise ValueError(f"plan: the loss must be a finite number, got {got} of batch {i}")
         if torch.is_grad_enabled() and not value.requires_grad:
