@@ -129,7 +129,13 @@ class Points(list[Point]):
         if not all(isinstance(t, torch.Tensor) and is_float(t) for t in operands):
             return
         roles = [shadow.roles.get(t) or "x" for t in operands]
-        values = [_value(shadow, call, name) for name in listed.operands]
+        is_ours = call.func.namespace == "mixprec"
+        values = [  # in a step in FP32
+            shadow.of_step(
+                given[name], functools.partial(reference.decoded, given, name) if is_ours else None
+            )
+            for name in listed.operands
+        ]
         results_in_fp32 = [] if ran is None else [value for value in ran.total if value is not None]
         if not results_in_fp32:
             results_in_fp32 = [widened(t) for t in results if is_float(t)]
@@ -166,13 +172,6 @@ class Points(list[Point]):
             if beyond >= point.beyond:
                 point.beyond, point.wrong = beyond, wrong
                 point.own = math.sqrt(one.own_noise / one.own_signal) if one.own_signal else 0.0
-
-
-def _value(shadow: Shadow, call: Call, name: str) -> torch.Tensor:
-    """Of an operand, in a step in FP32."""
-    is_ours = call.func.namespace == "mixprec"
-    known = (lambda: reference.decoded(call.given, name)) if is_ours else None
-    return shadow.of_step(call.given[name], known)
 
 
 @dataclass

@@ -188,11 +188,14 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
         if op.flops and bits(op.precision) > least:
             layer = None if op.module is None else model.get_submodule(op.module)
             # Beside recipes, attention is in the dtype of its input, and no layer is at fault.
-            is_found = layer is not None and (
-                op.decided == provenance.CAST if _is_attention(op, layer) else _has_weights(layer)
-            )
-            if is_found and op.module is not None:
-                layers[op.module].append(op)
+            if layer is None:
+                is_at_fault = False
+            elif _is_attention(op, layer):
+                is_at_fault = op.decided == provenance.CAST
+            else:
+                is_at_fault = any(True for _ in layer.parameters(recurse=False))
+            if is_at_fault:
+                layers[op.module or ""].append(op)
             elif op.weight and not op.decided.startswith(provenance.OURS):
                 others[op.where, op.weight, op.precision].append(op)
     for (where, weight, precision), ops in others.items():
@@ -227,10 +230,6 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
                 "FLOPs"
             )
     return findings
-
-
-def _has_weights(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters(recurse=False))
 
 
 def _is_attention(op: Op, layer: nn.Module) -> bool:

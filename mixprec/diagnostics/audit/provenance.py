@@ -112,8 +112,10 @@ class Owners:
                 inside = frame.f_locals["self"].inside
                 if isinstance(inside, Recipe):
                     self.regions.add(inside.name)
-            elif not line and not _is_library(frame):
-                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            elif not line:
+                module_name = f"{frame.f_globals.get('__name__', '')}."
+                if not module_name.startswith(_LIBRARIES):
+                    line = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return Owner(None, "", line)
 
@@ -134,11 +136,6 @@ class Owners:
             return owner
         name = f"{owner.name}.{inner}" if owner.name else inner
         return owner._replace(name=name, kind=type(self._model.get_submodule(name)).__name__)
-
-
-def _is_library(frame: FrameType) -> bool:
-    name = f"{frame.f_globals.get('__name__', '')}."
-    return name.startswith(_LIBRARIES)
 
 
 @dataclass
@@ -201,7 +198,9 @@ class Provenance:
             return False
         first, is_back, reason = outputs[0], False, decided
         before = self.facts(inputs[0]) if inputs else _NOTHING
-        if func is TO_COPY and is_cast(inputs[0], first):
+        is_cast = func is TO_COPY and inputs[0].dtype != first.dtype
+        # An integer has no precision that a program could have kept.
+        if is_cast and inputs[0].is_floating_point() and first.is_floating_point():
             reason = self._cast_reason(first)
             if not is_ours:
                 wide = before.source
@@ -250,8 +249,3 @@ class Provenance:
         if dtype and result.dtype in (dtype, torch.float32):
             return AUTOCAST
         return UNKNOWN if call.func is None else TORCH
-
-
-def is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Between floating dtypes: an integer has no precision that a program could have kept."""
-    return before.dtype != after.dtype and before.is_floating_point() and after.is_floating_point()

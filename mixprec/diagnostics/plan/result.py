@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Mapping
@@ -65,14 +66,14 @@ class Plan:
                 )
         if unplanned := [name for name in layers if name not in {*self.shapes, *self.left_out}]:
             raise ValueError(f"plan: this model has a layer {unplanned[0]!r} that was not planned")
-        overrides = {_escaped(name): recipe for name, recipe in self.recipes.items()}
+        overrides = {glob.escape(name): recipe for name, recipe in self.recipes.items()}
         return convert(model, "bf16", overrides=overrides, saved=saved, fuse=fuse)
 
     def assignment(self) -> Assignment:
         """The name of the recipe of each product, by layer."""
         return {
-            name: {p: _named(recipe, p) for p in self.measured[name]["harm"]}
-            for name, recipe in self.recipes.items()
+            name: {p: Recipe.parse(r).product(p).name for p in self.measured[name]["harm"]}
+            for name, r in self.recipes.items()
             if name in self.measured
         }
 
@@ -212,15 +213,6 @@ class Plan:
 
 def limits_text(budget: Mapping[str, float]) -> str:
     return ", ".join(f"{name} <= {limit:g}" for name, limit in budget.items())
-
-
-def _named(recipe: str, product: str) -> str:
-    """The recipe of a product, of a name like "fp8+gi-bf16"."""
-    return Recipe.parse(recipe).product(product).name
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def convertible(model: nn.Module) -> dict[str, nn.Module]:
