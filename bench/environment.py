@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mixprec.diagnostics.env import machine, versions
+from mixprec.env import machine, versions
 
 
 def environment(*, quick: bool) -> dict[str, Any]:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .amp.grad_scaler import GradScaler
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
-    from .diagnostics.audit.report import Audit, audit, bisect
-    from .diagnostics.audit.trace import Diff
+    from .diagnostics.audit import Audit, audit, bisect
+    from .diagnostics.audit.diff import Diff
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
-    from .diagnostics.outliers import choose_outliers
-    from .diagnostics.plan.plan import Plan
-    from .diagnostics.plan.planning import plan
+    from .diagnostics.plan import plan
+    from .diagnostics.plan.result import Plan
     from .diagnostics.report import Report
+    from .diagnostics.suggest import choose_outliers
     from .frozen import freeze
     from .lean_training import lean
     from .memory.compress_saved import compress_saved
@@ -102,18 +102,18 @@ _MODULES = (
     *("grad_report", "memory", "nn", "optim", "recipes", "scaling", "stats", "testing"),
 )
 _DEFINED_IN = {
-    "Audit": "diagnostics.audit.report",
-    "Diff": "diagnostics.audit.trace",
+    "Audit": "diagnostics.audit",
+    "Diff": "diagnostics.audit.diff",
     "GradScaler": "amp.grad_scaler",
     "MemoryReport": "diagnostics.memory_report",
-    "Plan": "diagnostics.plan.plan",
+    "Plan": "diagnostics.plan.result",
     "Recipe": "recipes",
     "Report": "diagnostics.report",
-    "audit": "diagnostics.audit.report",
+    "audit": "diagnostics.audit",
     "autocast": "nn.autocast",
-    "bisect": "diagnostics.audit.report",
+    "bisect": "diagnostics.audit",
     "cast_parameters": "nn.cast",
-    "choose_outliers": "diagnostics.outliers",
+    "choose_outliers": "diagnostics.suggest",
     "compare": "diagnostics.compare",
     "compress_saved": "memory.compress_saved",
     "convert": "nn.convert",
@@ -123,7 +123,7 @@ _DEFINED_IN = {
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",
     "memory_report": "diagnostics.memory_report",
-    "plan": "diagnostics.plan.planning",
+    "plan": "diagnostics.plan",
     "reuse_weights": "nn.reuse_weights",
     "save_checkpoint": "checkpoint",
     "unconvert": "nn.convert",

@@ -6,11 +6,11 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "audit": ("diagnostics.audit.command", "which precision each product of a model really has"),
+    "audit": ("diagnostics.audit", "which precision each product of a model really has"),
     "bench": ("bench.__main__", "measure every op against its baselines"),
-    "plan": ("diagnostics.plan.planning", "the format of every product of a model, by measurement"),
+    "plan": ("diagnostics.plan", "the format of every product of a model, by measurement"),
     "formats": ("diagnostics.number", "what a number becomes in each format, with its bits"),
-    "env": ("diagnostics.env", "versions, machine, what each op runs on"),
+    "env": ("env", "versions, machine, what each op runs on"),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ._local_gradients import LOW_PRECISION
-from .diagnostics.batches import map_tensors
 from .diagnostics.memory_report import MemoryReport, memory_report
+from .diagnostics.passes import map_tensors
 from .nn.cast import cast_parameters
 from .nn.convert import convert
 from .optim import AdamW

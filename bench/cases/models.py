@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mixprec.diagnostics.env import machine
+from mixprec.env import machine
 
 from .gpt import FP32, FP32_COMPILED, Make, Model, gpt, torchs, workload
 from .registry import NotMeasured, Workload, case, example, times_faster

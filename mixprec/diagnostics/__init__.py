@@ -1,3 +1,3 @@
-"""Diagnostics of training runs and of the machine: stats, compare, report, memory_report, env."""
+"""Diagnostics of training runs: compare, report, memory_report, plan, audit, what layers lose."""
 
-__all__ = ["compare", "env", "memory_report", "plotting", "report", "stats", "training_run"]
+__all__ = ["compare", "memory_report", "plotting", "report", "training_run"]

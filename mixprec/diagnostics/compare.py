@@ -23,10 +23,10 @@ from ..ops._dispatch import simulation
 from ..ops.block_operands import check_not_simulated
 from ..optim import AdamW
 from ..recipes import Recipe
-from .plan.plan import Plan
+from .plan.result import Plan
 from .report import KINDS, Report, Row
-from .terminal import Line
 from .training_run import TrainingRun, torch_formats
+from .writers import Progress
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -168,7 +168,7 @@ def compare(
         elif isinstance(recipe, Plan):
             row.expected = _formats(Recipe.parse("bf16"))
             named = recipe.recipes.items()
-            row.expected_in = {name: _formats(Recipe.parse(own)) for name, own in named}
+            row.expected_in = {name: _formats(Recipe.parse(r)) for name, r in named}
             cast_parameters(recipe.apply(model), torch.bfloat16)
         else:
             row.expected = _formats(recipe)
@@ -196,7 +196,7 @@ def compare(
                 _seed_all(seed)  # a DataLoader that shuffles draws its order from here
                 data, length = _read(batches, steps)
                 try:
-                    with Line() as line:
+                    with Progress() as line:
                         shown = progress or _progress(line, report)
                         run.train(data, length, schedule, shown, report.rows[0].data)
                 finally:
@@ -218,7 +218,7 @@ def compare(
     return report
 
 
-def _progress(line: Line, report: Report) -> Callable[[str, int, int | None, float], None]:
+def _progress(line: Progress, report: Report) -> Callable[[str, int, int | None, float], None]:
     def show(recipe: str, step: int, steps: int | None, loss: float) -> None:
         of = "" if steps is None else f" of {steps}"
         value = f"{report.loss_name} {loss * report.loss_factor:.4g}"
@@ -237,8 +237,8 @@ def _recipes(one: Recipe | Plan | None) -> list[Recipe]:
     """Of all products of all layers."""
     if one is None:
         return []
-    whole = [one] if isinstance(one, Recipe) else [Recipe.parse(r) for r in one.recipes.values()]
-    return [recipe.product(name) for recipe in whole for name in KINDS]
+    recipes = [one] if isinstance(one, Recipe) else [Recipe.parse(r) for r in one.recipes.values()]
+    return [recipe.product(name) for recipe in recipes for name in KINDS]
 
 
 def _formats(recipe: Recipe) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release import is_released, other_hooks
 from . import plotting
-from .batches import call, scalar_loss, tensors
+from .passes import restored, scalar_loss, tensors
 from .peak_memory import LiveGradients, MostInUse, resident
-from .report_table import aligned, readable
-from .unchanged import as_before
+from .writers import aligned, readable
 
 # What an optimizer of mixprec may hold before its first step.
 _MASTERS = {"master", "remainder"}
@@ -78,17 +77,25 @@ class MemoryReport:
     def cells(self, *others: MemoryReport) -> list[list[str]]:
         """The lines of `table`, the heading first."""
         reports = (self, *others)
-        names = row_names(reports)
+        names = _row_names(reports)
         lines = [["", *(report.label or "bytes" for report in reports)]]
         lines += [[n, *(readable(report.rows().get(n)) for report in reports)] for n in names]
-        for name, get in (
-            ("saved, all", lambda report: report.saved_total if report.saved else None),
-            ("total", lambda report: report.total),
-            ("peak", lambda report: report.peak),
-        ):
-            lines.append([name, *(readable(get(report)) for report in reports)])
-        # Nothing of what was not measured.
-        return [line for line in (*lines, *_peak_lines(reports)) if set(line[1:]) != {"-"}]
+        columns = [report._summary() for report in reports]
+        lines += [[n, *(readable(column[n]) for column in columns)] for n in columns[0]]
+        lines.append(["most in use at", *(report.moment or "-" for report in reports)])
+        for part in dict.fromkeys(part for report in reports for part in report.held):
+            lines.append([f"there: {part}", *(readable(r.held.get(part)) for r in reports)])
+        return [line for line in lines if set(line[1:]) != {"-"}]  # nothing that was not measured
+
+    def _summary(self) -> dict[str, int | None]:
+        unknown = self.peak is None or self.start is None
+        return {
+            "saved, all": self.saved_total if self.saved else None,
+            "total": self.total,
+            "peak": self.peak,
+            "peak above the start": None if unknown else self.peak - self.start,  # type: ignore[operator]
+            "peak: files": self.files,
+        }
 
     def __str__(self) -> str:
         return self.table()
@@ -99,20 +106,11 @@ class MemoryReport:
         The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
         """
         reports = (self, *others)
-        plotting.save(plotting.plot_memory(reports, row_names(reports)), path)
+        bars = [(report.label, report.rows()) for report in reports]
+        plotting.save(plotting.plot_memory(bars, _row_names(reports)), path)
 
 
-def _peak_lines(reports: Sequence[MemoryReport]) -> Iterator[list[str]]:
-    """What the table has of the peak."""
-    above = [None if r.peak is None or r.start is None else r.peak - r.start for r in reports]
-    yield ["peak above the start", *map(readable, above)]
-    yield ["peak: files", *(readable(report.files) for report in reports)]
-    yield ["most in use at", *(report.moment or "-" for report in reports)]
-    for part in dict.fromkeys(part for report in reports for part in report.held):
-        yield [f"there: {part}", *(readable(report.held.get(part)) for report in reports)]
-
-
-def row_names(reports: Iterable[MemoryReport]) -> list[str]:
+def _row_names(reports: Iterable[MemoryReport]) -> list[str]:
     """The parts of any of the reports: parameters, gradients, states, saved."""
     names = dict.fromkeys(name for report in reports for name in report.rows())
     return sorted(names, key=lambda name: name.startswith("saved"))  # the sort is stable
@@ -153,24 +151,13 @@ def memory_report(
             "memory_report: the model's parameters must have no hooks for their gradients "
             "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
         )
-    owned = [*params, *model.buffers(), *tensors(batch)]
-    saved, record = recorder(owned)
     device = next((p.device for p in params), torch.device("cpu"))
     most = MostInUse(params, device)
-
-    def look(kind: str, kept: torch.Tensor | Saved) -> None:
-        before = saved.get(kind, 0)
-        record(kind, kept)
-        if size := saved[kind] - before:
-            most.add(kind, size, kept)
-
-    with as_before(model), _peak(device) as (start, peak):
-        with recorded(look):
-            output = call(model, batch)
-            output = output if loss is None else loss(output)
+    saved = SavedBytes([*params, *model.buffers(), *tensors(batch)], most.add)
+    with restored(model), _peak(device) as (start, peak):
+        with recorded(saved):
             remedy = "pass loss=, a function of the model's output"
-            scalar = scalar_loss("memory_report", output, remedy)
-        output = None
+            scalar = scalar_loss("memory_report", model, batch, loss, remedy)
         releases = getattr(optimizer, "_releases", None)
         most.watch(scalar)
         live = None if releases is None else LiveGradients(scalar)
@@ -189,58 +176,55 @@ def memory_report(
             if g is not None and not is_released(g)
         )
         gradients += 0 if live is None else live.largest
-        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in own)
+        updated = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in updated)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
     files = resident("RssFile") if device.type == "cpu" else None
     return MemoryReport(
-        label,
-        _bytes(params),
-        gradients,
-        states,
-        kinds,
-        largest,
-        start,
-        files,
-        most.held,
+        label, _bytes(params), gradients, states, kinds, largest, start, files, most.held,
         most.moment,
-    )
+    )  # fmt: skip
 
 
 def _bytes(values: Iterable[torch.Tensor]) -> int:
     """Each storage once."""
-    found = {}
-    for t in values:
-        for local in tensors(t):
-            storage = local.untyped_storage()
-            found[StorageWeakRef(storage)] = storage.nbytes()
-    return sum(found.values())
+    storages = [t.untyped_storage() for t in tensors([*values])]
+    return sum({StorageWeakRef(storage): storage.nbytes() for storage in storages}.values())
 
 
-def recorder(
-    owned: Iterable[torch.Tensor],
-) -> tuple[dict[str, int], Callable[[str, torch.Tensor | Saved], None]]:
-    """The bytes saved by kind, each storage once and without those `owned`, and the function for
-    `recorded` that adds to them."""
-    storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in tensors(t)}
-    parts: WeakSet[Parts] = WeakSet()  # without keeping them until after the backward pass
-    saved: dict[str, int] = {}
+class SavedBytes(dict[str, int]):
+    """What is saved for backward by kind, each storage once and without those `owned`: a function
+    for `recorded`. look(kind, bytes, what) is called for what counts."""
 
-    def record(kind: str, kept: torch.Tensor | Saved) -> None:
+    def __init__(
+        self,
+        owned: Iterable[torch.Tensor],
+        look: Callable[[str, int, torch.Tensor | Saved], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._look = look
+        self._storages = {StorageWeakRef(t.untyped_storage()) for t in tensors([*owned])}
+        self._parts: WeakSet[Parts] = (
+            WeakSet()
+        )  # without keeping them until after the backward pass
+
+    def __call__(self, kind: str, kept: torch.Tensor | Saved) -> None:
         size = 0
         if isinstance(kept, Saved):
-            size = 0 if kept.parts in parts else kept.parts.nbytes
-            parts.add(kept.parts)
+            size = 0 if kept.parts in self._parts else kept.parts.nbytes
+            self._parts.add(kept.parts)
         else:
             for local in tensors(kept):
                 storage = local.untyped_storage()
                 reference = StorageWeakRef(storage)
-                size += 0 if reference in storages else storage.nbytes()
-                storages.add(reference)
-        saved[kind] = saved.get(kind, 0) + size
-
-    return saved, record
+                size += 0 if reference in self._storages else storage.nbytes()
+                self._storages.add(reference)
+        self[kind] = self.get(kind, 0) + size
+        if size and self._look is not None:
+            self._look(kind, size, kept)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -10,8 +10,7 @@ import torch
 
 from ..formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, Format
 from ..ops import dequantize, quantize
-from ..quantized import Quantized
-from .report_table import aligned
+from .writers import aligned
 
 _BLOCKS = (("mxfp8", E4M3), ("mxfp8", E5M2), ("mxfp6", E2M3), ("mxfp6", E3M2), ("mxfp4", E2M1))
 
@@ -62,26 +61,25 @@ def in_block(name: str, fmt: Format, x: float, block: float, tensor: float) -> C
     rows = torch.zeros(2, size)
     rows[0, :2], rows[1, 0] = torch.tensor([x, block]), torch.tensor(tensor)
     q = quantize(rows, fmt, granularity="nvfp4" if nvfp4 else "mx")
-    scale = _scale(q, nvfp4)
-    code = int(q.data.view(torch.uint8).flatten()[0]) & ((1 << fmt.bits) - 1)
-    value = float(dequantize(q, torch.float32)[0, 0])
-    return Cast(f"{name}, {fmt}", _bits(code, fmt), value, "", "", scale)
-
-
-def _scale(q: Quantized, nvfp4: bool) -> str:
-    code = int(q.scale_inv.view(torch.uint8).flatten()[0])
-    if nvfp4:
-        assert q.tensor_scale_inv is not None, "as nvfp4 has it"
-        return f"{_decoded(code, E4M3):g} x {float(q.tensor_scale_inv):.6g}"
-    return f"2^{code - 127}" if code < 255 else "nan"
+    code, exponent = (int(t.view(torch.uint8).flatten()[0]) for t in (q.data, q.scale_inv))
+    scale = f"2^{exponent - 127}" if exponent < 255 else "nan"
+    if q.tensor_scale_inv is not None:
+        scale = f"{_decoded(exponent, E4M3):g} x {float(q.tensor_scale_inv):.6g}"
+    bits, value = (
+        _bits(code & ((1 << fmt.bits) - 1), fmt),
+        float(dequantize(q, torch.float32)[0, 0]),
+    )
+    return Cast(f"{name}, {fmt}", bits, value, "", "", scale)
 
 
 def casts(x: float, block: float | None = None, tensor: float | None = None) -> list[Cast]:
     """x in every format."""
     given = torch.tensor([x, block or 0.0, tensor or 0.0]).abs()
-    largest, whole = float(given[:2].amax()), float(given.amax())  # NaN stays
+    largest, largest_of_all = float(given[:2].amax()), float(given.amax())  # NaN stays
     rows = [plain(x, fmt) for fmt in (BF16, FP16, E5M2, E4M3)]
-    return rows + [in_block(*one, x, largest, whole) for one in (*_BLOCKS, ("nvfp4", E2M1))]
+    return rows + [
+        in_block(*one, x, largest, largest_of_all) for one in (*_BLOCKS, ("nvfp4", E2M1))
+    ]
 
 
 def table(x: float, rows: list[Cast]) -> str:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory import caching_allocator
 from ..memory.packed import Saved
-from .batches import tensors
+from .passes import tensors
 
 
 class LiveGradients:
@@ -127,12 +127,9 @@ class MostInUse:
         """Look at the backward pass of loss."""
         self._look("the end of forward")
         for node in nodes(loss.grad_fn):
-            node.register_prehook(partial(self._look_before, node.name()))
+            node.register_prehook(partial(self._look, f"backward, {node.name()}"))
 
-    def _look_before(self, name: str, _: Any) -> None:
-        self._look(f"backward, {name}")
-
-    def _look(self, moment: str) -> None:
+    def _look(self, moment: str, *_: Any) -> None:
         now = usage(self._device)
         if now is None or self._before is None or now.used <= self._most:
             return

@@ -1,7 +1,6 @@
-"""Figures of the diagnostics: the losses of a Report, the records of a Monitor, memory.
+"""Figures of the diagnostics: losses, records of a Monitor, a plan, memory.
 
-`plot_report`, `plot_records` and `plot_memory` return a matplotlib Figure; `save` writes one to a
-file.
+The functions return a matplotlib Figure; `save` writes one to a file.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from .._checkpoint_file import replace_file
-
-if TYPE_CHECKING:
-    from .memory_report import MemoryReport
-    from .report import Report
-    from .stats.records import Record
+from .writers import Record, layer_name
 
 # Distinguishable with most color vision deficiencies (Okabe and Ito, 2008).
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
 COLORS = ("#000000", BLUE, RED, GREEN, "#CC79A7", "#56B4E9", "#E69F00")
 LAYERS = (RED, BLUE, GREEN)  # of the named layers in plot_records
-Lines = dict[str, list[tuple[int, "Record"]]]  # (step, sample) pairs by layer
+Lines = dict[str, list[tuple[int, Record]]]  # (step, sample) pairs by layer
 TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
 
 
@@ -55,60 +50,65 @@ def smooth(losses: list[float], window: int) -> list[float]:
     return means
 
 
-def plot_report(report: Report) -> Any:
+class Curve(NamedTuple):
+    """Of a recipe: the training losses, the validation loss, and the relative difference of the
+    loss to fp32's, None if unknown. reseeded: fp32 from another seed."""
+
+    recipe: str
+    losses: list[float]
+    validation: float | None
+    difference: float | None
+    reseeded: bool
+
+
+def plot_losses(
+    curves: Sequence[Curve], loss_name: str, is_validated: bool, chance: float | None
+) -> Any:
     """Training losses; below, their difference to fp32's, with the final validation losses as dots
     and what another seed changes as a band. ImportError without matplotlib."""
     figure = _figure(9, 7, "Report.plot")
-    rows = [row for row in report.rows if row.losses]
-    longest = max((len(row.losses) for row in rows), default=0)
+    longest = max((len(curve.losses) for curve in curves), default=0)
     window = max(1, longest // 25)
-    curves = {
-        row.recipe: [x * report.loss_factor for x in smooth(row.losses, window)] for row in rows
-    }
-    base = curves.get("fp32")
+    base = next((smooth(c.losses, window) for c in curves if c.recipe == "fp32"), None)
     axes = figure.subplots(1 if base is None else 2, sharex=True, squeeze=False)[:, 0]
     above, below = axes[0], axes[-1]
-    colors = dict(zip((row.recipe for row in rows if not row.reseeded), cycle(COLORS)))
-    for i, row in enumerate(rows):
-        curve, color = curves[row.recipe], colors.get(row.recipe, "#bbbbbb")
-        style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 2 - row.reseeded}
+    colors = dict(zip((curve.recipe for curve in curves if not curve.reseeded), cycle(COLORS)))
+    for i, curve in enumerate(curves):
+        losses, color = smooth(curve.losses, window), colors.get(curve.recipe, "#bbbbbb")
+        style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 2 - curve.reseeded}
         if longest == 1:  # a line of one point is not seen
             style["marker"] = "o"
-        label = row.recipe
-        if row.validation_loss is not None:
-            label += f" (validation {row.validation_loss * report.loss_factor:.3f})"
+        label = curve.recipe
+        if curve.validation is not None:
+            label += f" (validation {curve.validation:.3f})"
         # Curves that coincide: dashes of each in turn.
-        turns = "-" if row.reseeded else (6.0 * i, (6.0, 6.0 * (len(colors) - 1)))
-        above.plot(range(1, len(curve) + 1), curve, linestyle=turns, **style)
+        turns = "-" if curve.reseeded else (6.0 * i, (6.0, 6.0 * (len(colors) - 1)))
+        above.plot(range(1, len(losses) + 1), losses, linestyle=turns, **style)
         above.plot([], [], label=label, **style)
-        if base is not None and row.recipe in colors:
-            gap = [100 * (x / y - 1) for x, y in zip(curve, base, strict=False)]
+        if base is not None and curve.recipe in colors:
+            gap = [100 * (x / y - 1) for x, y in zip(losses, base, strict=False)]
             below.plot(range(1, len(gap) + 1), gap, **style)
-            if (difference := report.difference(row)) is not None and row.recipe != "fp32":
-                below.plot(longest * (1.02 + 0.01 * i), 100 * difference, "o", color=color)
+            if curve.difference is not None and curve.recipe != "fp32":
+                below.plot(longest * (1.02 + 0.01 * i), 100 * curve.difference, "o", color=color)
     means = f"\n(mean of {window} steps)" if window > 1 else ""
-    above.set_ylabel(f"training {report.loss_name}{means}")
+    above.set_ylabel(f"training {loss_name}{means}")
     above.set_title("Training loss by precision")
-    if rows:
+    if curves:
         above.legend()
     if base is not None:
-        _explain_differences(below, report)
+        below.set_ylabel("difference to fp32 (%)")
+        if is_validated:
+            below.plot([], [], "o", color="#777777", label="validation loss, at the end")
+        below.plot([], [], color="#777777", linewidth=1.6, label="training loss")
+        if chance is not None:
+            span = f"another seed: {100 * chance:.2f} % of the validation loss"
+            below.axhspan(-100 * chance, 100 * chance, color="#e3e3e3", zorder=0, label=span)
+        below.legend(fontsize=9)
     for ax in axes:
         ax.grid(alpha=0.3)
     below.set_xlabel("training step")
     below.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     return figure
-
-
-def _explain_differences(ax: Any, report: Report) -> None:
-    ax.set_ylabel("difference to fp32 (%)")
-    if any(row.validation_loss is not None for row in report.rows):
-        ax.plot([], [], "o", color="#777777", label="validation loss, at the end")
-    ax.plot([], [], color="#777777", linewidth=1.6, label="training loss")
-    if (chance := report.chance()) is not None:
-        span = f"another seed: {100 * chance:.2f} % of the validation loss"
-        ax.axhspan(-100 * chance, 100 * chance, color="#e3e3e3", zorder=0, label=span)
-    ax.legend(fontsize=9)
 
 
 def plot_plan(
@@ -161,7 +161,7 @@ def plot_records(records: Sequence[Record]) -> Any:
             for ax in axes[row]:
                 ax.set_ylim(-0.05 * top, top)
     line = importlib.import_module("matplotlib.lines").Line2D
-    names = [_short(layer) for layer in worst]
+    names = [layer_name(layer, 40) for layer in worst]
     handles = [line([], [], color=color, marker=".") for color in LAYERS[: len(worst)]]
     if len(layers) > len(worst):
         names.append(f"the {len(layers) - len(worst)} other layers")
@@ -170,25 +170,24 @@ def plot_records(records: Sequence[Record]) -> Any:
     return figure
 
 
-def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
-    """A bar for each report, stacked by the rows `names`, without those too thin to be seen. What
-    is saved for backward is hatched. ImportError without matplotlib."""
-    figure = _figure(3.5 + 1.5 * len(reports), 5, "MemoryReport.plot")
+def plot_memory(bars: Sequence[tuple[str, Mapping[str, int]]], names: Sequence[str]) -> Any:
+    """A bar for each label, stacked by the rows `names`, without those too thin to be seen. What is
+    saved for backward is hatched. ImportError without matplotlib."""
+    figure = _figure(3.5 + 1.5 * len(bars), 5, "MemoryReport.plot")
     ax = figure.subplots()
     shades = importlib.import_module("matplotlib").colormaps["tab20"]
-    rows, visible = [report.rows() for report in reports], max(r.total for r in reports) / 500
-    seen = [name for name in names if max(row.get(name, 0) for row in rows) >= visible]
-    bottom = [0.0] * len(reports)
+    visible = max(sum(rows.values()) for _, rows in bars) / 500
+    seen = [name for name in names if max(rows.get(name, 0) for _, rows in bars) >= visible]
+    bottom = [0.0] * len(bars)
     for i, name in enumerate(seen):
-        heights = [row.get(name, 0) / 1e6 for row in rows]
-        shade = shades(i % 20)
+        heights = [rows.get(name, 0) / 1e6 for _, rows in bars]
         hatch = "//" if name.startswith("saved") else None
         ax.bar(
-            range(len(reports)), heights, 0.6, bottom, label=name, color=shade, hatch=hatch,
+            range(len(bars)), heights, 0.6, bottom, label=name, color=shades(i % 20), hatch=hatch,
             edgecolor="white", linewidth=0.5,
         )  # fmt: skip
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    ax.set_xticks(range(len(reports)), [report.label for report in reports])
+    ax.set_xticks(range(len(bars)), [label for label, _ in bars])
     ax.set_ylabel("MB (10^6 bytes)")
     ax.set_title("What a training step keeps")
     ax.grid(axis="y", alpha=0.3)
@@ -224,10 +223,6 @@ def _loss(columns: Mapping[str, Lines], layer: str) -> tuple[float, float]:
         seen = [x for x in seen if not math.isnan(x)]
         widest = max(widest, max(seen) / min(seen) if seen else 0.0)
     return lost, widest
-
-
-def _short(layer: str) -> str:
-    return (layer if len(layer) <= 40 else "..." + layer[-37:]) or "(the model)"
 
 
 def _whole_powers(ax: Any) -> None:

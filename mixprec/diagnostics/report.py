@@ -7,14 +7,15 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._checkpoint_file import replace_file
-from . import plotting, report_table
-from .recorded import finite
-from .stats.suggest import Overrides, sqnr_table
+from ..amp.rules import power
+from . import plotting
+from .suggest import Overrides, sqnr_table
+from .writers import aligned, finite, readable
 
 KINDS = ("forward", "grad_input", "grad_weight")
 
@@ -30,7 +31,7 @@ class Row:
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
     is the recipe's formats, expected_in[module][kind] those of a plan. data: one CRC-32 per step of
     the batches so far. sqnr: measured by compare(sqnr=True), by layer, see
-    `mixprec.diagnostics.audit.report.model_sqnr`. reseeded: it is fp32 again, from another seed,
+    `mixprec.diagnostics.suggest.model_sqnr`. reseeded: it is fp32 again, from another seed,
     which shows what chance changes.
     """
 
@@ -121,8 +122,8 @@ class Report:
     def chance(self) -> float | None:
         """How much another seed changes the loss of fp32, relatively: the size of the difference of
         the reseeded row. A smaller one is within run-to-run noise. None without such a row."""
-        found = (self.difference(row) for row in self.rows if row.reseeded)
-        return next((abs(x) for x in found if x is not None and math.isfinite(x)), None)
+        differences = (self.difference(row) for row in self.rows if row.reseeded)
+        return next((abs(x) for x in differences if x is not None and math.isfinite(x)), None)
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each recipe, module and GEMM kind that did not run in every step, or not
@@ -144,14 +145,58 @@ class Report:
 
     def table(self) -> list[list[str]]:
         """The table as lists of strings, the header first."""
-        return report_table.rows(self)
+        loss = self.loss_name if self._validated else f"train {self.loss_name}"
+        header = ["recipe", loss, "vs fp32", f"{self.unit}/s", "params", "grads", "optim", "saved"]
+        on_gpu = any(row.peak_bytes is not None for row in self.rows)
+        cells = ([*self._cells(row, on_gpu)] for row in self.rows)
+        return [[*header, "peak"] if on_gpu else header, *cells]
+
+    def _cells(self, row: Row, on_gpu: bool) -> Iterator[str]:
+        loss, difference = self.loss(row), self.difference(row)
+        yield row.recipe
+        yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
+        yield "-" if difference is None else f"{difference:+.2%}"
+        yield "-" if row.speed is None else f"{row.speed:,.0f}"
+        sizes = [row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes]
+        yield from map(readable, [*sizes, row.peak_bytes] if on_gpu else sizes)
 
     def notes(self) -> list[str]:
-        """What the table has no column for: steps skipped, loss scales, runs that ended early."""
-        return report_table.notes(self)
+        """What the table has no column for: steps skipped, loss scales, runs that ended early, and
+        what another seed changes."""
+        longest = max((row.steps for row in self.rows), default=0)
+        sentences = []
+        for row in self.rows:
+            parts = []
+            if row.status != "complete" or row.steps < longest:
+                parts.append(f"{row.status}, {row.steps} of {longest} steps")
+            if row.skipped_steps or row.loss_scale is not None:
+                parts.append(f"{row.skipped_steps or 0} of {row.steps} steps skipped")
+            if row.loss_scale is not None:
+                parts.append(f"loss scale {power(row.loss_scale)} at the end")
+            if parts:
+                sentences.append(f"{row.recipe}: {', '.join(parts)}")
+        return sentences + self._against_chance()
+
+    def _against_chance(self) -> list[str]:
+        """Which recipes differ from fp32 by less than another seed does."""
+        if (chance := self.chance()) is None:
+            return []
+        again = " and ".join(row.recipe for row in self.rows if row.reseeded)
+        smaller: list[str] = []
+        larger: list[str] = []
+        for row in self.rows:
+            difference = self.difference(row)
+            if difference is not None and row.recipe != "fp32" and not row.reseeded:
+                (smaller if abs(difference) <= chance else larger).append(row.recipe)
+        chance_or_not = "a larger one, which a single run cannot tell from chance"
+        return [
+            f"{again}: fp32 from another seed, which changes the loss by {chance:.2%}",
+            *([f"{', '.join(smaller)}: within run-to-run noise"] if smaller else []),
+            *([f"{', '.join(larger)}: {chance_or_not}"] if larger else []),
+        ]
 
     def __str__(self) -> str:
-        return "\n".join([*report_table.aligned(self.table()), *self.notes()])
+        return "\n".join([*aligned(self.table()), *self.notes()])
 
     def sqnr_table(self, limit: int | None = 12) -> str:
         """The SQNRs of compare(sqnr=True) in dB, as text: for each recipe the `limit` worst layers
@@ -162,12 +207,12 @@ class Report:
         """A more precise recipe for each layer with inexact products, for `mixprec.convert(model,
         recipe, overrides=report.suggest_overrides())`.
 
-        Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB
-        (`stats.suggest.BARS`). "fp8-rowwise" is suggested where it reaches both, measured on the
-        same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons` contain
-        the measurements, and str() lists them. recipe: the row to use; None is the first measured
-        FP8 one, else the first measured one. ValueError if nothing was measured (use
-        compare(sqnr=True)), KeyError if there is no such row.
+        Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB. "fp8-rowwise" is
+        suggested where it reaches both, measured on the same x, w and g, else "bf16". The result is
+        a dict of {layer: recipe}; its `reasons` contain the measurements, and str() lists them.
+        recipe: the row to use; None is the first measured FP8 one, else the first measured one.
+        ValueError if nothing was measured (use compare(sqnr=True)), KeyError if there is no such
+        row.
         """
         rows = [row for row in self.rows if row.sqnr]
         if recipe is not None:
@@ -183,18 +228,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain lists, dicts, numbers and strings; NaN and Inf as None."""
-        result = {
-            "unit": self.unit,
-            "loss_name": self.loss_name,
-            "loss_factor": self.loss_factor,
-            "interrupted": self.interrupted,
-            "options": self.options,
-            "environment": self.environment,
-            "table": self.table(),
-            "notes": self.notes(),
-            "rows": [self._row_dict(row) for row in self.rows],
-        }
-        return finite(result)
+        names = ("unit", "loss_name", "loss_factor", "interrupted", "options", "environment")
+        result = {name: getattr(self, name) for name in names}
+        result |= {"table": self.table(), "notes": self.notes()}
+        return finite(result | {"rows": [self._row_dict(row) for row in self.rows]})
 
     def _row_dict(self, row: Row) -> dict[str, Any]:
         modules = sorted({name for name, _, _ in row.gemms})
@@ -235,4 +272,16 @@ class Report:
         The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
         Written atomically, as by `save`.
         """
-        plotting.save(plotting.plot_report(self), path)
+        curves = [
+            plotting.Curve(
+                row.recipe,
+                [x * self.loss_factor for x in row.losses],
+                None if row.validation_loss is None else row.validation_loss * self.loss_factor,
+                self.difference(row),
+                row.reseeded,
+            )
+            for row in self.rows
+            if row.losses
+        ]
+        figure = plotting.plot_losses(curves, self.loss_name, self._validated, self.chance())
+        plotting.save(figure, path)

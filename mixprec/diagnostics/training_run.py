@@ -8,7 +8,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,19 +17,20 @@ from torch import nn
 from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
-from .audit.report import model_sqnr
-from .batches import call, map_tensors, scalar_loss, tensors
-from .memory_report import recorder
-from .outliers import choose_outliers
+from ..optim._state import short
+from .layers import after_forward
+from .memory_report import SavedBytes
+from .passes import map_tensors, scalar_loss, tensors
 from .report import Row
+from .suggest import choose_outliers, model_sqnr
+from .writers import SHORT
 
 MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def torch_formats(dtype: torch.dtype) -> str:
     """The formats of a GEMM run by torch.nn.Linear, for a Row."""
-    name = _SHORT.get(dtype, str(dtype))
+    name = SHORT.get(short(dtype), str(dtype))
     return f"{name} x {name} (torch)"
 
 
@@ -65,10 +66,10 @@ class _Clock:
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part; on a GPU, call it after a synchronization."""
-        found = {}
+        seconds = {}
         for (_, start), (part, end) in itertools.pairwise(self._marks):
-            found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
-        return found
+            seconds[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
+        return seconds
 
 
 class TrainingRun:
@@ -103,9 +104,9 @@ class TrainingRun:
         return t.to(self.device, self.input_dtype if t.is_floating_point() else None)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        output = call(self.model, map_tensors(self._on_device, batch))
+        batch = map_tensors(self._on_device, batch)
         remedy = "forward must return it, or an output with it as `loss`"
-        return scalar_loss("compare", output, remedy)
+        return scalar_loss("compare", self.model, batch, None, remedy)
 
     def choose_outliers(self, batches: Iterable[Any]) -> None:
         """Of all layers whose recipe has some."""
@@ -118,7 +119,7 @@ class TrainingRun:
         batches: Iterable[Any],
         steps: int | None,
         schedule: Callable[[int], float] | None,
-        progress: Callable[[str, int, int | None, float], None] | None,
+        progress: Callable[[str, int, int | None, float], None],
         same_data: list[int],
     ) -> None:
         """Run the steps; the batches' checksums must be those of `same_data` where it has some."""
@@ -144,8 +145,7 @@ class TrainingRun:
                 row.seconds.append(time.perf_counter() - start)
                 row.units.append(units)
                 row.losses.append(loss)
-                if progress is not None:
-                    progress(row.recipe, step + 1, steps, loss)
+                progress(row.recipe, step + 1, steps, loss)
                 not_finite = 0 if math.isfinite(loss) else not_finite + 1
                 if not_finite == MAX_NOT_FINITE:
                     row.status = (
@@ -158,8 +158,8 @@ class TrainingRun:
 
     def _step(self, batch: Any, probe: bool) -> float:
         clock = _Clock(self.device)
-        saved, record = recorder(self.model.parameters() if probe else ())
-        with recorded(record) if probe else nullcontext():
+        saved = SavedBytes(self.model.parameters() if probe else ())
+        with recorded(saved) if probe else nullcontext():
             loss = self._loss(batch)
         if probe:
             self.row.saved_bytes = sum(saved.values())
@@ -225,28 +225,24 @@ class TrainingRun:
         def ours(kind: str, name: str, a: str, b: str) -> None:
             gemms[name, kind, f"{a} x {b}"] += 1
 
-        def watch(name: str) -> Callable[..., None]:
-            def after_forward(module: nn.Linear, args: Any, kwargs: Any, out: torch.Tensor) -> None:
-                formats = torch_formats(out.dtype)
-                gemms[name, "forward", formats] += 1
-                x = next(iter((*args, *kwargs.values())))
-                operands = (("grad_input", x), ("grad_weight", module.weight))
-                kinds = [kind for kind, t in operands if t.requires_grad]
+        def torchs(name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+            formats = torch_formats(y.dtype)
+            gemms[name, "forward", formats] += 1
+            operands = {"grad_input": x, "grad_weight": module.weight}
+            kinds = [kind for kind, t in operands.items() if t.requires_grad]
 
-                def after_backward(grad: torch.Tensor) -> None:
-                    gemms.update((name, kind, formats) for kind in kinds)
+            def after_backward(grad: torch.Tensor) -> None:
+                gemms.update((name, kind, formats) for kind in kinds)
 
-                if out.requires_grad:
-                    out.register_hook(after_backward)
+            if y.requires_grad:
+                y.register_hook(after_backward)
 
-            return after_forward
-
-        with ExitStack() as stack:
-            stack.enter_context(observed(ours))
-            for name, module in self.model.named_modules():
-                if isinstance(module, nn.Linear) and not isinstance(module, Layer):
-                    handle = module.register_forward_hook(watch(name), with_kwargs=True)
-                    stack.callback(handle.remove)
+        layers = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and not isinstance(module, Layer)
+        }
+        with observed(ours), after_forward(layers, torchs):
             yield
 
 

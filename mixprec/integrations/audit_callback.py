@@ -10,8 +10,8 @@ from typing import Any
 import transformers
 
 from .. import _said
-from ..diagnostics.audit.report import Audit
-from ..diagnostics.recorded import Recorded
+from ..diagnostics.audit import Audit
+from ..diagnostics.writers import Recorded
 
 
 class AuditCallback(Recorded, transformers.TrainerCallback):
@@ -77,8 +77,8 @@ class AuditCallback(Recorded, transformers.TrainerCallback):
         self.close()
         step = state.global_step
         self.audits[step] = audit
-        found = [f"{len(audit.findings)} findings", *audit.findings[:1]] if audit.findings else []
-        _said.say("; ".join([f"audit of step {step}: {audit.summary()}", *found]))
+        first = [f"{len(audit.findings)} findings", *audit.findings[:1]] if audit.findings else []
+        _said.say("; ".join([f"audit of step {step}: {audit.summary()}", *first]))
         self.records.append({
             "step": step,
             "findings": audit.findings,
@@ -104,6 +104,6 @@ class AuditCallback(Recorded, transformers.TrainerCallback):
 
     def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         yield "audit/findings", len(record["findings"])
-        for kind, found in (("precision", record["flops"]), ("decided", record["decided"])):
-            for name, flops in found.items():
-                yield f"audit/{kind}/{name}", flops / sum(found.values())
+        for kind, shares in (("precision", record["flops"]), ("decided", record["decided"])):
+            for name, flops in shares.items():
+                yield f"audit/{kind}/{name}", flops / sum(shares.values())

@@ -11,7 +11,7 @@ from layer_cases import Own
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.stats import Monitor
+from mixprec.stats import Monitor
 
 
 class Scaled(nn.Linear):

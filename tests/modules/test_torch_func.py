@@ -15,11 +15,11 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 
 import mixprec
-from mixprec.diagnostics.stats import Monitor
 from mixprec.functional import attention, linear, mlp, norm_linear, rotary
 from mixprec.functional._derivatives import apply
 from mixprec.functional._one_pass import RowNorm
 from mixprec.recipes import RECIPES
+from mixprec.stats import Monitor
 
 Tensors = tuple[torch.Tensor, ...]
 STATELESS = [name for name, recipe in RECIPES.items() if not recipe.is_delayed]

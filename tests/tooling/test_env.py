@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.diagnostics import env
+from mixprec import env
 from mixprec.ops._dispatch import backends, gemm_table, library, self_check
 from mixprec.ops._dispatch.op import OPS
 

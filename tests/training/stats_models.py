@@ -10,7 +10,7 @@ from independent import BY_DTYPE, cast, decode_table
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.stats import Monitor
+from mixprec.stats import Monitor
 
 Row = dict[str, Any]
 

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mixprec
 import mixprec.__main__
 from mixprec.diagnostics.audit import render
-from mixprec.diagnostics.audit.records import accumulation, bits, readable
+from mixprec.diagnostics.audit.records import accumulation, bits
+from mixprec.diagnostics.writers import prefixed
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 9 * 8).view(2, 3, 9, 8)
@@ -190,7 +191,7 @@ def test_of_ops_that_torchs_counter_lacks() -> None:
     with mixprec.audit(conv) as audit, torch.no_grad():
         X[0].dot(X[1]), X.mv(X[0]), nn.Bilinear(6, 6, 2, bias=False)(X, X)
     assert sum(audit.flops.values()) == 2 * 6 + 2 * 24 + 3 * 4 * 6 * 6 * 2
-    assert [readable(n) for n in (0, 999, 1000, 999_600, 12_345_678)] == [
+    assert [prefixed(n) for n in (0, 999, 1000, 999_600, 12_345_678)] == [
         "", "999 ", "1 k", "1 M", "12.3 M",
     ]  # fmt: skip
 
@@ -564,7 +565,7 @@ def test_the_kernels_are_those_without_audit(i: int) -> None:
     with in_autocast(), mixprec.audit(model) as audit:
         model(*batch[: 1 if i == 1 else 3])  # nested tensors and autocast raise in torch
     assert {op.precision for op in audit.ops if op.flops and op.kind != "rnn"} <= {"bf16"}
-    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.provenance"
+    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.modes"
 
 
 def test_inference_mode_with_autocast_is_refused() -> None:

@@ -12,7 +12,7 @@ from cases import for_each
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.batches import map_tensors
+from mixprec.diagnostics.passes import map_tensors
 
 X, Y = torch.ones(4, 16), torch.zeros(4, 8)
 Pair = namedtuple("Pair", "x target")

@@ -12,6 +12,7 @@ import sys
 import weakref
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -270,9 +271,12 @@ def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
     assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]
 
 
-def test_the_picture_of_one_step_shows_it() -> None:
+def test_the_picture_of_one_step_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     rows = [Row(name, "complete", losses=[loss]) for name, loss in (("fp32", 2.0), ("fp8", 2.1))]
-    above, below = plotting.plot_report(Report(rows=rows)).axes
+    Report(rows=rows).plot("one.png")
+    above, below = figures[0].axes
     drawn = [line for line in (*above.lines, *below.lines) if len(line.get_xdata()) == 1]
     assert {line.get_marker() for line in drawn} == {"o"}
     assert above.get_ylabel() == "training loss"

@@ -26,9 +26,9 @@ from optimizers import (
 )
 
 from mixprec.diagnostics.memory_report import _state_bytes
-from mixprec.diagnostics.stats.monitor import _applied
 from mixprec.optim import SGD, AdamW, Masters, fp32_state_dict
 from mixprec.optim._base import Optimizer
+from mixprec.stats import _applied
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda run: pickle.loads(pickle.dumps(run))}
 WAYS = (*COPIES, "weights first", "state first", "through FP32", "through BF16")

@@ -22,10 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.plan import cost
-from mixprec.diagnostics.plan.assignment import Program
-from mixprec.diagnostics.plan.cost import Costs, costs
-from mixprec.diagnostics.plan.matrices import Matrices
+from mixprec.diagnostics.layers import Matrices
+from mixprec.diagnostics.plan.program import Costs, Program, choose, costs, parse
 from mixprec.diagnostics.plan.sensitivity import Layer, Training
 from mixprec.recipes import GEMMS, READ_BY, Recipe
 
@@ -491,17 +489,17 @@ def test_no_layers_and_no_batches() -> None:
 
 
 def test_costs_of_hardware() -> None:
-    chosen, left = cost.choose(FORMATS, cost.parse("h200"))
+    chosen, left = choose(FORMATS, parse("h200"))
     assert [*chosen] == ["bf16", "fp8"]
     assert "decoded to bf16" in left["mxfp4"]
-    assert [*cost.choose(("nvfp4", "mxfp8"), cost.parse("B200"))[0]][1:] == [
+    assert [*choose(("nvfp4", "mxfp8"), parse("B200"))[0]][1:] == [
         "nvfp4-1x16", "mxfp8"
     ]  # fmt: skip
     layer = Layer("a", nn.Linear(4096, 4096), flops=2 * 8192 * 4096**2)
     layer.x = layer.y = 8192 * 4096
     layer.w = 4096**2
     layer.harm = {product: dict.fromkeys(chosen, 0.0) for product in GEMMS}
-    found = costs(layer, chosen, cost.parse("h200"))
+    found = costs(layer, chosen, parse("h200"))
     assert found.product["forward"]["bf16"] == pytest.approx(2 * 8192 * 4096**2 / 989e12)
     assert found.product["forward"]["fp8"] == pytest.approx(2 * 8192 * 4096**2 / 1979e12)
     assert found.cast["x"] == {"bf16": 0.0, "fp8": pytest.approx(8192 * 4096 * 4 / 4.8e12)}

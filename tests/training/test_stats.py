@@ -13,9 +13,10 @@ from stats_models import by_hand, measured, of, one_linear, one_step
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.audit.report import model_sqnr
-from mixprec.diagnostics.stats import Monitor, measure
+from mixprec.diagnostics import measure
+from mixprec.diagnostics.suggest import model_sqnr
 from mixprec.formats import E4M3, E5M2, FP16
+from mixprec.stats import Monitor
 from mixprec.testing import sqnr
 
 

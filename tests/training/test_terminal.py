@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics import terminal
+from mixprec.diagnostics import writers
 
 
 class Terminal(io.StringIO):
@@ -30,13 +30,13 @@ def task() -> Task:
 def test_a_line_on_a_terminal_alone(
     kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_SECONDS", 0.0)
+    monkeypatch.setattr(writers, "_SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr", kind())
     data, calls = [torch.randn(4, 8) for _ in range(3)], []
 
     def said() -> list[str]:
         """Since the last time; no line stays."""
-        found = terminal.sys.stderr.getvalue()
+        found = writers.sys.stderr.getvalue()
         monkeypatch.setattr("sys.stderr", kind())
         assert found.count("\n") == found.count("mixprec: convert"), "those of convert alone"
         *lines, last = found.split("\r\x1b[K")

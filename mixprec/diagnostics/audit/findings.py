@@ -2,89 +2,83 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...nn._layer import Layer
-from ..stats.suggest import BARS
+from ..writers import SHORT, joined
 from . import provenance
-from .recorder import Recorder
 from .records import (
+    BARS,
     FORWARD,
     PRODUCTS,
-    SHORT,
     SUSPECT,
+    WORDS,
     Lost,
     Op,
     bits,
     flops_by,
-    joined,
     product_name,
+    unexplained,
 )
+from .trace import Recorder
 
 # Of the FLOPs of a step: what is less has nothing to lose.
 _WORTH_SAYING = 0.005
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"}
 _LOSSES = {"_log_softmax", "nll_loss_forward", "mse_loss", "logsumexp", "cross_entropy"}
 _UNDERFLOW, _OVERFLOW = 0.1, 1e-3  # shares of elements that are worth a sentence
-_WORDS = {"x": "inputs", "w": "weights", "g": "gradients"}
 
 
 def collect(ops: list[Op], model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
     """The worst first: what makes results wrong, what loses precision, what wastes time."""
-    findings: list[str] = []
-    findings += _of_scaler(ops, scaler, recorder)
-    findings += _sums_in_16_bits(ops, model)
-    findings += _summed_gradients(model, recorder)
-    findings += _lost_updates(recorder)
-    findings += _regions(ops, recorder)
-    findings += _wide_products(ops, model, recorder)
-    findings += _frozen(ops, model)
-    findings += _casts_back(recorder)
-    return findings
+    return [
+        *_of_scaler(ops, scaler, recorder),
+        *_sums_in_16_bits(ops, model),
+        *_summed_gradients(model, recorder),
+        *_lost_updates(recorder),
+        *_regions(ops, recorder),
+        *_wide_products(ops, model, recorder),
+        *_frozen(ops, model),
+        *_casts_back(recorder),
+    ]
 
 
 def notes(model: nn.Module, recorder: Recorder) -> list[str]:
     """What is not seen of this model."""
-    sentences = []
-    if recorder.has_compiled:
-        sentences.append(
-            "What torch.compile compiles ran uncompiled in the audit: rounding in the compiled "
-            "code can differ."
-        )
-    if recorder.has_compiled_backward:
-        sentences.append(
-            "Code compiled before the block ran a backward pass in it: only what it calls of torch "
-            "was seen, and not what set its dtypes."
-        )
-    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        sentences.append(
-            "TorchScript has no frames: its ops are those of the module that called it."
-        )
-    return sentences
+    has_script = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+    sentences = {
+        "What torch.compile compiles ran uncompiled in the audit: rounding in the compiled code "
+        "can differ.": recorder.has_compiled,
+        "Code compiled before the block ran a backward pass in it: only what it calls of torch was "
+        "seen, and not what set its dtypes.": recorder.has_compiled_backward,
+        "TorchScript has no frames: its ops are those of the module that called it.": has_script,
+        "max_pool1d of what needs no gradient has other strides in an audit: a dropout behind it "
+        "draws its mask in another order.": recorder.calls.pools,
+    }
+    return [sentence for sentence, is_so in sentences.items() if is_so]
 
 
 def _of_scaler(ops: list[Op], scaler: Any, recorder: Recorder) -> list[str]:
     """Of torch.amp.GradScaler or ours, if the block was given one."""
     has_fp16 = any("fp16" in op.precision for op in ops)
     if scaler is None:
-        is_step = recorder.has_stepped and recorder.has_backward and has_fp16
+        is_step = recorder.steps and recorder.has_backward and has_fp16
         said = "fp16 gradients are not scaled, or audit was not given the scaler"
         return [said] if is_step else []
     if not scaler.is_enabled():
         return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
     findings = []
-    called = recorder.called
+    called = [*recorder.owners.called]
     if recorder.has_backward and not {"scale", "get_scale"}.intersection(called):
         findings.append(
             "scaler.scale(loss) was not called before backward(): gradients are not scaled"
         )
-    elif recorder.has_stepped and "step" not in called:
+    elif recorder.steps and "step" not in called:
         findings.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
     elif "step" in called and recorder.skips_all:
         findings.append(
@@ -165,10 +159,11 @@ def _lost_updates(recorder: Recorder) -> list[str]:
 
 def _regions(every: list[Op], recorder: Recorder) -> list[str]:
     """Regions in which no layer can use the recipe. Where some can, the others are left out."""
-    if not recorder.regions or any(op.decided.startswith(provenance.OURS) for op in every):
+    regions = recorder.owners.regions
+    if not regions or any(op.decided.startswith(provenance.OURS) for op in every):
         return []
     return [
-        f"mixprec.autocast {joined(sorted(recorder.regions))} is on, and no product uses it: only "
+        f"mixprec.autocast {joined(sorted(regions))} is on, and no product uses it: only "
         "layers of mixprec.convert do"
     ]
 
@@ -176,8 +171,9 @@ def _regions(every: list[Op], recorder: Recorder) -> list[str]:
 def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> list[str]:
     """Layers that compute in more bits than others of the step."""
     findings = []
-    if recorder.autocast_on and recorder.devices and not recorder.autocast_on & recorder.devices:
-        on, there = (joined(sorted(kinds)) for kinds in (recorder.autocast_on, recorder.devices))
+    kinds = recorder.calls.autocast_on, recorder.devices
+    if all(kinds) and kinds[0].isdisjoint(kinds[1]):
+        on, there = (joined(sorted(some)) for some in kinds)
         findings.append(f"torch.autocast is on for {on}, and the products run on {there}")
     shares = flops_by(lambda op: op.precision, every)
     total = sum(shares.values())
@@ -192,11 +188,14 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
         if op.flops and bits(op.precision) > least:
             layer = None if op.module is None else model.get_submodule(op.module)
             # Beside recipes, attention is in the dtype of its input, and no layer is at fault.
-            is_found = layer is not None and (
-                op.decided == provenance.CAST if _is_attention(op, layer) else _has_weights(layer)
-            )
-            if is_found and op.module is not None:
-                layers[op.module].append(op)
+            if layer is None:
+                is_at_fault = False
+            elif _is_attention(op, layer):
+                is_at_fault = op.decided == provenance.CAST
+            else:
+                is_at_fault = any(True for _ in layer.parameters(recurse=False))
+            if is_at_fault:
+                layers[op.module or ""].append(op)
             elif op.weight and not op.decided.startswith(provenance.OURS):
                 others[op.where, op.weight, op.precision].append(op)
     for (where, weight, precision), ops in others.items():
@@ -231,10 +230,6 @@ def _wide_products(every: list[Op], model: nn.Module, recorder: Recorder) -> lis
                 "FLOPs"
             )
     return findings
-
-
-def _has_weights(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters(recurse=False))
 
 
 def _is_attention(op: Op, layer: nn.Module) -> bool:
@@ -277,30 +272,16 @@ def of_losses(ops: Iterable[Op]) -> list[str]:
             *_cut(every, "underflow", _UNDERFLOW)]  # fmt: skip
 
 
-def notes_of_losses(not_followed: Mapping[str, int]) -> list[str]:
-    if not not_followed:
-        return []
-    return [f"Not computed again in FP32, and taken as they are: {joined(not_followed, 5)}."]
-
-
 def _beyond(ops: list[tuple[Op, str, Lost]]) -> list[str]:
     factors: dict[str, float] = {}
-
-    def note(said: str, why: str, beyond: float) -> None:
-        if beyond > SUSPECT:
-            if math.isinf(beyond):
-                sentence = f"{said} has Inf or NaN where FP32 has none"
-            else:
-                sentence = f"{said} is off by {beyond:.3g} times what {why} explains"
-            factors[sentence] = beyond
-
     for op, name, lost in ops:
-        note(f"{op.where}, {product_name(op, name)}", "rounding", lost.beyond)
+        said = f"{op.where}, {product_name(op, name)}"
+        factors[unexplained(said, lost.beyond)] = lost.beyond
         for role, operand in lost.operands.items():
-            said = f"{op.where}: the cast of its {_WORDS[role]} to {op.precision}"
+            said = f"{op.where}: the cast of its {WORDS[role]}s to {op.precision}"
             if not operand.infinite:  # that has a sentence with their share
-                note(said, "the format", operand.beyond)
-    return sorted(factors, key=lambda sentence: -factors[sentence])
+                factors[unexplained(said, operand.beyond, "the format")] = operand.beyond
+    return sorted(filter(None, factors), key=lambda sentence: -factors[sentence])
 
 
 def _cut(ops: list[tuple[Op, str, Lost]], what: str, least: float) -> list[str]:
@@ -317,7 +298,7 @@ def _cut(ops: list[tuple[Op, str, Lost]], what: str, least: float) -> list[str]:
         ranked = sorted(names, key=lambda name: -names[name])
         most = 100 * max(names.values())
         share = f"{most:.1f}%" if most >= 0.1 else f"{most:.2g}%"
-        findings.append(f"{joined(ranked, 3)}: {share} of the {_WORDS[role]} {what} in {precision}")
+        findings.append(f"{joined(ranked, 3)}: {share} of the {WORDS[role]}s {what} in {precision}")
     return findings
 
 

@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from ...formats import Format
-from ...functional import operands
-from ...functional._products import ROLES
-from ...ops._reference.block_formats import BlockFormat, hadamard
+from ...ops._reference.block_formats import BlockFormat
 from ...ops.gemm import gemm_op, gemm_simulated_op
 from ...recipes import GEMMS, Recipe
-from ..stats.measure import decoded, squares
+from ..measure import cast, product, squares
 from . import reference
-from .ops import Arguments, Listed, arguments
+from .ops import Call, ours
 from .records import RESULT, ROLES_OF, Lost, Operand, power, product_of
 from .reference import FLOATS, is_float, widened
 from .shadow import Ran, Shadow
@@ -40,25 +37,12 @@ _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
 _SIGNS = 32
 _LARGE = 8 * _SIGNS  # from here on it is cheaper than the product
 aten = torch.ops.aten
-_OURS = {
-    f"mixprec::{op.variant_name(v)}"
-    for op in (gemm_op, gemm_simulated_op)
-    for v in ("cpp", "reference", "triton", "vendor")
-}
 
 
-def measured(
-    func: Any,
-    listed: Listed,
-    args: Any,
-    kwargs: Any,
-    result: Any,
-    ran: Ran,
-    shadow: Shadow,
-) -> dict[str, Lost]:
-    """What one call has lost, by what it computes, as `Op.lost` has it."""
-    given = arguments(func, args, kwargs)
-    actual = _results(func, given, result)
+def measured(call: Call, ran: Ran, shadow: Shadow) -> dict[str, Lost]:
+    """What one call of a listed op has lost, by what it computes, as `Op.lost` has it."""
+    assert call.listed is not None
+    kind, actual = call.listed.kind, _results(call)
     if actual and actual[0] is not None and actual[0].dtype.itemsize == 1:
         return {}  # norm_quantize: what its codes lose is of the product that reads them
     powers = [
@@ -72,15 +56,14 @@ def measured(
     ]
     if not powers:
         return {}
-    used = _Used(func, given)
-    operands = _operands(used, listed, given, shadow)
-    if func.overloadpacket is _CONVOLUTION_BACKWARD:
+    used = _Used(call)
+    operands = _operands(used, shadow)
+    if call.func.overloadpacket is _CONVOLUTION_BACKWARD:
         chosen = {_GRADIENTS[one[0]]: one for one in powers if one[0] in _GRADIENTS}
     else:  # results differ in size, as the gradients of q, k and v do: the one that lost most
-        name = product_of(operands) if listed.kind in ("product", "convolution") else None
+        name = product_of(operands) if kind in ("product", "convolution") else None
         chosen = {name or RESULT: max(powers, key=lambda one: one[2] / max(one[1], 1e-300))}
-    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    has_casts = any(shadow.before.packed(t) is not None for t in inputs)
+    has_casts = any(shadow.before.packed(t) is not None for t in call.inputs)
     losses = {}
     for name, (i, signal, noise) in chosen.items():
         lost, one, in_fp32 = Lost(signal, noise), actual[i], ran.total[i]
@@ -94,47 +77,44 @@ def measured(
             for role, operand in operands.items()
             if name == RESULT or role in ROLES_OF[name]
         }
-        if not (has_casts and _is_estimated(lost, func, given, one, used)):
-            _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
-        if listed.kind == "product" and name != RESULT:
-            lost.what_if = _what_if(listed, given, used, shadow)
-        elif listed.kind == "convolution":
-            lost.what_if = _what_if_convolved(given, ran, i, shadow)
+        if not (has_casts and _is_estimated(lost, one, used)):
+            _arithmetic(lost, call, one, ran, i, used if has_casts else None)
+        if shadow.what_if and kind == "product" and name != RESULT:
+            lost.what_if = _what_if(used, shadow)
+        elif kind == "convolution":
+            lost.what_if = _what_if_convolved(call, ran, i, shadow)
         losses[name] = lost
     return losses
 
 
-def _what_if(
-    listed: Listed, given: Arguments, used: _Used, shadow: Shadow
-) -> dict[str, tuple[float, float]]:
-    if not shadow.what_if or len(listed.operands) != 2:
-        return {}
-    first, second = listed.operands
-    a, b = given[first], given[second]
-    if not a.dim() == b.dim() == 2:
+def _what_if(used: _Used, shadow: Shadow) -> dict[str, tuple[float, float]]:
+    names = used.call.listed.operands  # type: ignore[union-attr]
+    a, b = (used.call.given[name] for name in names[:2])
+    if len(names) != 2 or not a.dim() == b.dim() == 2:
         return {}
     roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
-    wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
-    return {name: _product(recipe, roles, *wide) for name, recipe in shadow.what_if.items()}
+    rows, columns = shadow.own(a, lambda: used[names[0]]), shadow.own(b, lambda: used[names[1]])
+    exact, b_t = rows @ columns, columns.t()
+    halves = {n: squares(exact, product(r, roles, rows, b_t)) for n, r in shadow.what_if.items()}
+    return {name: (float(signal), float(noise)) for name, (signal, noise) in halves.items()}
 
 
 def _what_if_convolved(
-    given: Arguments, ran: Ran, i: int, shadow: Shadow
+    call: Call, ran: Ran, i: int, shadow: Shadow
 ) -> dict[str, tuple[float, float]]:
-    halves, exact = {}, ran.own[i]
+    halves, exact, given = {}, ran.own[i], call.given
     assert exact is not None
     kind = "forward" if "grad_output" not in given else GEMMS[1 + i]
     for name, listed in shadow.what_if.items():
         recipe = listed.product(kind)
 
         def value(t: torch.Tensor, known: Any = None, recipe: Recipe = recipe) -> torch.Tensor:
-            if t is given.get("bias") or t.dim() < 3:
-                return shadow.own(t)
-            role = shadow.roles.get(t) or "x"
             wide = shadow.own(t)
+            if t is given.get("bias") or t.dim() < 3:
+                return wide
+            role = shadow.roles.get(t) or "x"
             weight, transposed = given["weight"], bool(given.get("transposed"))
-            seen = _cast_of_convolution(recipe, role, wide, weight, transposed)
-            return seen.to(wide.dtype)
+            return _cast_of_convolution(recipe, role, wide, weight, transposed).to(wide.dtype)
 
         got = ran.again(value)[i]
         if got is not None:
@@ -145,31 +125,32 @@ def _what_if_convolved(
 class _Used(dict[str, torch.Tensor]):
     """The values of the operands that an op computes with, by name."""
 
-    def __init__(self, func: Any, given: Arguments) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self._has_scales, self._given = func.namespace == "mixprec", given
+        self.call = call
 
     def __missing__(self, name: str) -> torch.Tensor:
-        t = self._given[name]
-        self[name] = reference.decoded(self._given, name) if self._has_scales else widened(t)
+        has_scales, given = self.call.func.namespace == "mixprec", self.call.given
+        self[name] = reference.decoded(given, name) if has_scales else widened(given[name])
         return self[name]
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        name = next((name for name, given in self._given.items() if given is t), None)
+        name = next((name for name, given in self.call.given.items() if given is t), None)
         return t if t.dtype not in FLOATS else widened(t) if name is None else self[name]
 
 
-def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor | None]:
-    if func._schema.is_mutable and not func._schema.returns:  # gemm_accumulate_
-        return [given["acc"]]
+def _results(call: Call) -> list[torch.Tensor | None]:
+    schema, result = call.func._schema, call.result
+    if schema.is_mutable and not schema.returns:  # gemm_accumulate_
+        return [call.given["acc"]]
     results = result if isinstance(result, (tuple, list)) else [result]
     return [t if isinstance(t, torch.Tensor) else None for t in results]
 
 
-def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> dict[str, Operand]:
+def _operands(used: _Used, shadow: Shadow) -> dict[str, Operand]:
     operands: dict[str, Operand] = {}
-    for name in listed.operands:
-        t = given[name]
+    for name in used.call.listed.operands:  # type: ignore[union-attr]
+        t = used.call.given[name]
         if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or not t.numel():
             continue
         before, square, expected = shadow.before.get(t), 0.0, None
@@ -184,12 +165,10 @@ def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> 
     return operands
 
 
-def _is_estimated(
-    lost: Lost, func: Any, given: Arguments, actual: torch.Tensor, used: _Used
-) -> bool:
+def _is_estimated(lost: Lost, actual: torch.Tensor, used: _Used) -> bool:
     """Of a large product of two matrices, the noise against FP32 of the operands as they are, by a
     few sums over all of its elements; False: of another op, or where something is not finite."""
-    names = _matrices(func, given)
+    names = _matrices(used.call)
     if names is None:
         return False
     a, b = used[names[0]], used[names[1]]
@@ -209,23 +188,19 @@ def _summing(terms: int, square: float, numel: int) -> float:
 
 
 def _arithmetic(
-    lost: Lost,
-    listed: Listed,
-    inputs: list[torch.Tensor],
-    actual: torch.Tensor,
-    ran: Ran,
-    i: int,
-    used: _Used | None,
+    lost: Lost, call: Call, actual: torch.Tensor, ran: Ran, i: int, used: _Used | None
 ) -> None:
     """The noise of the i-th result against FP32 of the operands as they are, and what explains it:
     its rounding, the sums, and what is rounded in between, which is taken to be as if the operands
     were rounded once more."""
 
     def as_cast(t: torch.Tensor, known: Any = None) -> torch.Tensor:
-        return (
-            widened(t) if used is None and t.dtype in FLOATS else t if used is None else used.of(t)
-        )
+        if used is not None:
+            return used.of(t)
+        return widened(t) if t.dtype in FLOATS else t
 
+    assert call.listed is not None
+    is_product, inputs = call.listed.kind == "product", call.inputs
     want = ran.own[i] if used is None else ran.again(as_cast)[i]
     assert want is not None
     total, lost.noise = power(want), power(want - actual)
@@ -238,12 +213,12 @@ def _arithmetic(
         want = torch.where(finite, want, 0.0)
         total, lost.noise = power(want), power(want - torch.where(finite, actual, 0.0))
     lost.expected = _rounding(actual.dtype, total, want.numel())
-    if listed.kind == "product":
+    if is_product:
         lost.expected += _summing(max(t.shape[-1] for t in inputs if t.dim()), total, want.numel())
-    if len(listed.operands) > 2 and listed.kind == "product":
+    if is_product and len(call.listed.operands) > 2:
         lost.noise = lost.expected = 0.0  # a sum of products of three: torch says not in what
         return
-    if listed.kind == "product" or lost.noise <= lost.expected:
+    if is_product or lost.noise <= lost.expected:
         return
     generator = torch.Generator(want.device).manual_seed(0)
     narrow = [t.dtype for t in (*inputs, actual) if t.dtype in FLOATS]
@@ -285,15 +260,16 @@ def _cast_noise(x: torch.Tensor, square: float, fmt: Format | BlockFormat, along
     return _VARIANCE * (element.eps**2 * square + element.smallest_subnormal**2 * scale)
 
 
-def _matrices(func: Any, given: Arguments) -> tuple[str, str, str | None] | None:
-    """The names of a, b and the bias of func, which computes a @ b + bias of two large matrices;
+def _matrices(call: Call) -> tuple[str, str, str | None] | None:
+    """The names of a, b and the bias of an op that computes a @ b + bias of two large matrices;
     None: it computes something else, or something small."""
+    func, given = call.func, call.given
     a, b, bias = "a", "b", "bias"
     if func is aten.mm.default:
         a, b, bias = "self", "mat2", ""
     elif func is aten.addmm.default and given["alpha"] == given["beta"] == 1:
         a, b, bias = "mat1", "mat2", "self"
-    elif func.name() not in _OURS:
+    elif ours(func) not in (gemm_op, gemm_simulated_op):
         return None
     added = given.get(bias)
     if not given[a].dim() == given[b].dim() == 2 or not (added is None or added.dim() == 1):
@@ -339,27 +315,6 @@ def what_if_recipes(names: Iterable[Recipe | str]) -> dict[str, Recipe]:
     return recipes
 
 
-def _product(
-    recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
-) -> tuple[float, float]:
-    """The two halves of the SQNR of a [M, K] @ b_t [N, K]^T, both FP32, cast as these roles."""
-    recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
-    is_rotated = recipe.hadamard and set(roles) == {"g", "x"}
-    used = [cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
-    signal, noise = squares(a @ b_t.t(), used[0] @ used[1].t())
-    return float(signal), float(noise)
-
-
-def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
-    """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
-    rows = rows.float().contiguous()
-    rows = hadamard(rows) if is_rotated else rows
-    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False).matrix
-    if operand.scale_inv is None:
-        return operand.data.float()
-    return decoded(operand, rows, recipe.block_format(role))[0]
-
-
 def _cast_of_convolution(
     recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
@@ -368,5 +323,5 @@ def _cast_of_convolution(
     the product."""
     if role != "w" and not transposed and all(size == 1 for size in weight.shape[2:]):
         points = t.movedim(1, -1)
-        return cast(recipe, role, points.flatten(0, -2), False).view(points.shape).movedim(-1, 1)
-    return cast(recipe, role, t.flatten(1), False).view(t.shape)
+        return cast(recipe, role, points.flatten(0, -2)).view(points.shape).movedim(-1, 1)
+    return cast(recipe, role, t.flatten(1)).view(t.shape)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch.nn import functional, utils
-from torch.utils._pytree import tree_leaves
+from torch.nn import utils
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _originals
-from ..._modes import Mode, nor_below, not_compiled, run_backward
 from ...nn.autocast import Region
 from ...recipes import Recipe
-from .patches import Patch
+from .modes import Calls
+from .ops import Call
 
 _REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _LIBRARIES = tuple(f"{name}." for name in ("torch", "mixprec", "contextlib"))
-_POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
 TENSOR_DTYPE = "tensor dtype"  # the dtype of parameters, inputs and what is computed of them
 AUTOCAST = "torch.autocast"
 CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
@@ -45,8 +41,12 @@ _ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,  # which calls it with tensors [B, H, S, D]
 )
-TO_COPY = torch.ops.aten._to_copy.default
-COPIES = (TO_COPY, torch.ops.aten.clone.default)
+aten = torch.ops.aten
+TO_COPY = aten._to_copy.default
+COPIES = (TO_COPY, aten.clone.default)
+_ADDS = (aten.add_.Tensor, aten.add.Tensor)
+_ADDMM = (aten.addmm_.default, aten.addmm.default, aten.addmm.out)  # with what they add to
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class Owner(NamedTuple):
@@ -112,8 +112,10 @@ class Owners:
                 inside = frame.f_locals["self"].inside
                 if isinstance(inside, Recipe):
                     self.regions.add(inside.name)
-            elif not line and not _is_library(frame):
-                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            elif not line:
+                module_name = f"{frame.f_globals.get('__name__', '')}."
+                if not module_name.startswith(_LIBRARIES):
+                    line = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return Owner(None, "", line)
 
@@ -136,189 +138,106 @@ class Owners:
         return owner._replace(name=name, kind=type(self._model.get_submodule(name)).__name__)
 
 
-def _is_library(frame: FrameType) -> bool:
-    name = f"{frame.f_globals.get('__name__', '')}."
-    return name.startswith(_LIBRARIES)
+@dataclass
+class _Facts:
+    """Of a tensor: why it has its dtype; which one it had before a cast; the name of the parameter
+    that it is, or a view or copy of; whether it is no copy; whether it is a product, or a cast of
+    one; of how many products it is the sum."""
+
+    reason: str = TENSOR_DTYPE
+    source: torch.dtype | None = None
+    weight: str = ""
+    is_parameter: bool = False
+    is_product: bool = False
+    times: int = 0
 
 
-class _Call(NamedTuple):
-    """func: a function of torch; has_dtype: it was called with dtype=; autocast: by the type of
-    device, in what torch.autocast computes there (the ops that autocast runs do not see it)."""
-
-    func: Any
-    has_dtype: bool
-    autocast: dict[str, torch.dtype]
-
-
-def autocast_dtypes() -> dict[str, torch.dtype]:
-    kinds = ("cpu", "cuda")
-    return {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
-
-
-@contextlib.contextmanager
-def autocast_inside() -> Iterator[None]:
-    """torch.autocast for the ops that a kernel calls, as it is for them outside of a dispatch mode,
-    which switches it off."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutocastCPU, keys.AutocastCUDA):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
-
-
-class Calls(Mode):
-    """Knows the function of torch that the program has called, before autocast and dispatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.call = _Call(None, False, {})
-        self.autocast_on: set[str] = set()
-        self.backward = 0  # the calls of backward() that run
-        self.pools = False  # whether max_pool1d has run
-        self.gradients: list[Any] = []  # what the program has given to them
-
-    def in_backward(self) -> Calls:
-        return self
-
-    @not_compiled
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
-            return func(*args, **kwargs)
-        before = self.call
-        self.pools |= func in _POOLS
-        self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
-        self.autocast_on.update(autocast)
-        try:
-            if isinstance(func, HigherOrderOperator) and (run := _uncompiled(func)) is not None:
-                with self:
-                    return run(*args, **kwargs)
-            if func not in _originals.BACKWARD:
-                return func(*args, **kwargs)
-            self.call = before  # a checkpoint computes functions again, which are to be seen
-            self.backward += 1
-            self.gradients += tree_leaves((args[1:], kwargs))
-            return run_backward(self, func, args, kwargs)
-        finally:
-            self.call = before
-            if func in _originals.BACKWARD:
-                self.backward -= 1
-                self.gradients.clear()
-
-
-def _uncompiled(func: HigherOrderOperator) -> Callable[..., Any] | None:
-    """The same of ops. torch compiles these functions also in eager mode: Dynamo makes inputs of
-    the tensors that their Python functions use, and else those get no gradient."""
-
-    def cond(condition: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
-        return (if_true if condition else if_false)(*operands)
-
-    def flex_attention(*args: Any, **kwargs: Any) -> Any:
-        kind, tensors = args[0].device.type, args[:3]
-        if torch.is_autocast_enabled(kind):
-            tensors = tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
-        dense = func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
-        with torch.autocast(kind, enabled=False):
-            return dense(*tensors, *args[3:], **kwargs)
-
-    return {"cond": cond, "flex_attention": flex_attention}.get(func.name())
-
-
-_CALL_HIGHER_ORDER = HigherOrderOperator.__call__.__code__
-_HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
-
-
-@nor_below
-def _has_torch_function(args: Any) -> bool:
-    """torch's, which modules with a fast path ask: one of our modes is no reason to leave it."""
-    if torch.compiler.is_dynamo_compiling():
-        return any(type(arg) not in (torch.Tensor, torch.nn.Parameter, type(None)) for arg in args)
-    modes = torch.overrides._get_current_function_mode_stack()
-    if not modes or not all(isinstance(mode, Calls) for mode in modes):
-        return _HAS_TORCH_FUNCTION(args)
-    caller = sys._getframe(1)  # these functions run no code that asks for a fast path
-    if caller.f_code is _CALL_HIGHER_ORDER and _uncompiled(caller.f_locals["self"]) is not None:
-        return torch._C._is_torch_function_mode_enabled()
-    with contextlib.ExitStack() as stack:
-        for _ in modes:
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        return _HAS_TORCH_FUNCTION(args)
-
-
-# `Calls` does not keep torch's modules from their fast paths. In threads without one of these modes
-# nothing changes.
-NOT_ASKED = Patch(
-    lambda: mock.patch.object(torch.overrides, "has_torch_function", _has_torch_function)
-)
+_NOTHING = _Facts()
 
 
 class Provenance:
-    """The reason for the dtype of each tensor that ops return, if it is not `TENSOR_DTYPE`."""
+    """What is known of the tensors that ops return."""
 
     def __init__(self, calls: Calls, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._calls = calls
-        self._reasons: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a cast had
-        self._params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and their views
-        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and copies: names
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for name, p in params:
-            self._params[p], self._weights[p] = None, name
+            self._known[p] = _Facts(weight=name, is_parameter=True)
+        self._shapes = {p.shape for p in self._known if p.dim() == 2}
+
+    def _of(self, t: torch.Tensor) -> _Facts:
+        """To be written to."""
+        facts: _Facts = self._known.setdefault(t, _Facts())
+        return facts
+
+    def facts(self, t: torch.Tensor) -> _Facts:
+        facts: _Facts = self._known.get(t, _NOTHING)
+        return facts
 
     def decided(self, operands: list[torch.Tensor]) -> str:
         """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to
         which the others were fitted; else what the largest operand has."""
-        if any(self._reasons.get(t) == AUTOCAST for t in operands):
+        known = [self.facts(t) for t in operands]
+        if any(facts.reason == AUTOCAST for facts in known):
             return AUTOCAST
-        if any(t in self._params for t in operands):
+        if any(facts.is_parameter for facts in known):
             return TENSOR_DTYPE
         return self._largest_reason(operands)
 
-    def weight(self, value: Any) -> str:
-        """The name of the parameter that it is, or a view or copy of; "" for none."""
-        return self._weights.get(value, "") if isinstance(value, torch.Tensor) else ""
-
-    def has_parameter(self, tensors: list[torch.Tensor]) -> bool:
-        return any(t in self._params for t in tensors)
-
     def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
-        return TENSOR_DTYPE if largest is None else self._reasons.get(largest, TENSOR_DTYPE)
+        return TENSOR_DTYPE if largest is None else self.facts(largest).reason
 
-    def note(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        decided: str | None,
-        is_ours: bool = False,
-    ) -> bool:
+    def note(self, call: Call, decided: str | None, is_ours: bool) -> bool:
         """An op has run. decided: of one that is listed; is_ours: in a layer of mixprec. A cast has
         the reason of its call, another result that of the largest input with its dtype. Returns
         whether it is a cast back to the dtype that another cast, to fewer bits, has just left: not
         of what a layer casts, which computes in its recipe and returns the dtype of its input."""
+        func, inputs, outputs = call.func, call.inputs, call.results
         if not outputs:
             return False
         first, is_back, reason = outputs[0], False, decided
-        if func is TO_COPY and is_cast(inputs[0], first):
+        before = self.facts(inputs[0]) if inputs else _NOTHING
+        is_cast = func is TO_COPY and inputs[0].dtype != first.dtype
+        # An integer has no precision that a program could have kept.
+        if is_cast and inputs[0].is_floating_point() and first.is_floating_point():
             reason = self._cast_reason(first)
-            before = None if is_ours else self._sources.get(inputs[0])
-            is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
             if not is_ours:
-                self._sources[first] = inputs[0].dtype
-        elif func.is_view and inputs and inputs[0] in self._params:
+                wide = before.source
+                is_back = wide == first.dtype and wide.itemsize > inputs[0].dtype.itemsize
+                self._of(first).source = inputs[0].dtype
+        if before.weight and (func.is_view or func in COPIES):
             for t in outputs:
-                self._params[t] = None
-        if (func.is_view or func in COPIES) and (name := self.weight(inputs[0])):
-            for t in outputs:
-                self._weights[t] = name
+                facts = self._of(t)
+                facts.weight = before.weight
+                facts.is_parameter |= before.is_parameter and func.is_view
         if reason is None:
             reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
         if reason != TENSOR_DTYPE:
             for t in outputs:
                 if t.is_floating_point():
-                    self._reasons[t] = reason
+                    self._of(t).reason = reason
         return is_back
+
+    def products_in(self, call: Call, is_product: bool) -> int:
+        """Of how many products the result of an op of torch is the sum, if it has 16 bits and the
+        shape of a parameter, else 0: gradients that the program sums itself, over chunks of a
+        batch. Products with a parameter are no part of such a sum: a residual stream adds them,
+        once for each layer."""
+        func, inputs, outputs = call.func, call.inputs, call.results
+        if func.namespace != "aten" or not inputs or not outputs:
+            return 0  # ours sum in FP32
+        is_product = is_product and not any(self.facts(t).weight for t in inputs)
+        is_sum = func in _ADDS and len(inputs) == 2 and self.facts(inputs[1]).is_product
+        if is_sum or (is_product and func in _ADDMM):
+            before = self.facts(inputs[0])
+            if outputs[0].dtype in _LOW and outputs[0].shape in self._shapes:
+                times = (before.times or before.is_product) + 1
+                self._of(outputs[0]).times = times
+                return times
+        if not is_sum and (is_product or (func is TO_COPY and self.facts(inputs[0]).is_product)):
+            self._of(outputs[0]).is_product = True
+        return 0
 
     def _cast_reason(self, result: torch.Tensor) -> str:
         call = self._calls.call
@@ -330,8 +249,3 @@ class Provenance:
         if dtype and result.dtype in (dtype, torch.float32):
             return AUTOCAST
         return UNKNOWN if call.func is None else TORCH
-
-
-def is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Between floating dtypes: an integer has no precision that a program could have kept."""
-    return before.dtype != after.dtype and before.is_floating_point() and after.is_floating_point()

@@ -1,4 +1,4 @@
-"""What an audit knows of ops: their precisions, and what they lose to their formats."""
+"""What an audit reports of ops: their precisions, and what they lose, as sums over calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...formats import E4M3, E5M2
 from ...functional._products import ROLES
 from ...optim._state import short
 from ...recipes import Recipe
-from ..stats.measure import decibels, largest_kept
+from .. import measure
+from ..writers import SHORT
 
 FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
 PRODUCTS = ("product", "convolution", "attention", "rnn")
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _FP8_NAMES = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 _BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8, "mxfp6": 6}
 # Errors of this multiple of what rounding explains are none of rounding: clean ops reach 1.5.
@@ -25,6 +25,18 @@ SUSPECT = 2.0
 RESULT = "result"  # of an op that is none of a layer's products
 # Of a layer's products, by name, the roles of a and b in a @ b.
 ROLES_OF = {"y": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
+WORDS = {"x": "input", "w": "weight", "g": "gradient"}
+# The SQNR in dB that an FP8 product should reach: the thresholds of torchao's tests.
+BARS = {"y": 18.0, "grad_weight": 17.0}
+
+
+def unexplained(what: str, beyond: float, why: str = "rounding") -> str:
+    """A sentence about an error of this multiple of what is explained; empty if it is."""
+    if beyond <= SUSPECT:
+        return ""
+    if math.isinf(beyond):
+        return f"{what} has Inf or NaN where FP32 has none"
+    return f"{what} is off by {beyond:.3g} times what {why} explains"
 
 
 def product_of(roles: Iterable[str]) -> str | None:
@@ -58,7 +70,7 @@ class Operand:
     @property
     def sqnr(self) -> float | None:
         """Of the cast, in dB."""
-        return decibels(self.signal, self.noise)
+        return measure.sqnr(self.signal, self.noise)
 
     def add(
         self,
@@ -109,9 +121,8 @@ def _cut_off(
         largest = int(torch.tensor(fmt.max, dtype=codes.dtype).view(torch.uint8))
         at = ((codes.view(torch.uint8) & 0x7F) == largest).reshape(-1).nonzero()[:, 0]
         was = given.reshape(-1)[at]
-        further = was.abs() > used.reshape(-1)[at].abs() * (
-            largest_kept(fmt) / fmt.max * (1 + 2.0**-20)
-        )
+        furthest = measure.largest_kept(fmt) / fmt.max * (1 + 2.0**-20)
+        further = was.abs() > used.reshape(-1)[at].abs() * furthest
         places.append(at[further & torch.isfinite(was)])
     return torch.cat(places)
 
@@ -148,12 +159,12 @@ class Lost:
     @property
     def own(self) -> float | None:
         """SQNR in dB."""
-        return decibels(self.own_signal, self.own_noise)
+        return measure.sqnr(self.own_signal, self.own_noise)
 
     @property
     def total(self) -> float | None:
         """SQNR in dB, of the op's own errors and those that its operands brought."""
-        return decibels(self.total_signal, self.total_noise)
+        return measure.sqnr(self.total_signal, self.total_noise)
 
     @property
     def beyond(self) -> float:
@@ -163,18 +174,21 @@ class Lost:
 
     def sqnr_if(self, recipe: str) -> float | None:
         """Of the product in dB, with the operands that the recipe makes."""
-        return decibels(*self.what_if[recipe]) if recipe in self.what_if else None
+        return measure.sqnr(*self.what_if[recipe]) if recipe in self.what_if else None
 
     def add(self, other: Lost) -> None:
-        for name in ("own_signal", "own_noise", "total_signal", "total_noise", "noise", "expected"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
         for recipe, halves in other.what_if.items():
             signal, noise = self.what_if.get(recipe, (0.0, 0.0))
             self.what_if[recipe] = signal + halves[0], noise + halves[1]
         for role, operand in other.operands.items():
-            total = self.operands.setdefault(role, Operand())
-            for name, n in vars(operand).items():
-                setattr(total, name, getattr(total, name) + n)
+            _add_numbers(self.operands.setdefault(role, Operand()), operand)
+        _add_numbers(self, other)
+
+
+def _add_numbers(total: Operand | Lost, other: Operand | Lost) -> None:
+    for name, n in vars(other).items():
+        if not isinstance(n, dict):
+            setattr(total, name, getattr(total, name) + n)
 
 
 def _ratio(noise: float, expected: float) -> float:
@@ -192,7 +206,7 @@ def operand_formats(recipe: Recipe, kind: str) -> tuple[str, ...]:
     return tuple(one.block_format(role) or format.name for role, format in formats)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Op:
     """Calls of an op that are the same in all of this.
 
@@ -224,10 +238,18 @@ class Op:
     result: str
     decided: str
     weight: str = ""
-    calls: int = 0
-    flops: int = 0
-    bytes: int = 0
+    calls: int = field(default=0, compare=False)
+    flops: int = field(default=0, compare=False)
+    bytes: int = field(default=0, compare=False)
     lost: dict[str, Lost] = field(default_factory=dict, compare=False)
+
+    def add(self, flops: int, size: int, lost: Mapping[str, Lost]) -> None:
+        """A call."""
+        self.calls += 1
+        self.flops += flops
+        self.bytes += size
+        for name, one in lost.items():
+            self.lost.setdefault(name, Lost()).add(one)
 
     @property
     def precision(self) -> str:
@@ -245,23 +267,6 @@ class Op:
 def _word(name: str) -> str:
     """Of a format: "mxfp8" of "mxfp8_e4m3"."""
     return "fp8" if name in _FP8_NAMES else SHORT.get(name, name.partition("_")[0])
-
-
-@dataclass
-class Total:
-    """Of the calls of an Op: their number, FLOPs, bytes of operands and results, and losses."""
-
-    calls: int = 0
-    flops: int = 0
-    bytes: int = 0
-    lost: dict[str, Lost] = field(default_factory=dict)
-
-    def add(self, flops: int, size: int, lost: Mapping[str, Lost]) -> None:
-        self.calls += 1
-        self.flops += flops
-        self.bytes += size
-        for name, one in lost.items():
-            self.lost.setdefault(name, Lost()).add(one)
 
 
 def product_name(op: Op, name: str) -> str:
@@ -299,18 +304,3 @@ def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> st
 def bits(precision: str) -> int:
     """The most bits of an operand."""
     return max(_BITS.get(part, 4) for part in precision.split(" x "))
-
-
-def joined(words: Iterable[str], most: int | None = None) -> str:
-    """Each once, the first `most` of them."""
-    unique = [*dict.fromkeys(words)]
-    rest = "" if most is None or len(unique) <= most else f" and {len(unique) - most} more"
-    return ", ".join(unique[:most]) + rest or "-"
-
-
-def readable(n: int) -> str:
-    """12,300,000 as "12.3 M", with three digits; nothing for 0."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= 0.9995 * size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n} " if n else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from ...ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ...ops.pack import pack_op, unpack_op
 from ...ops.quantize import quantize_op
 from ...ops.quantize_mx import quantize_mx_op
-from .ops import Arguments, arguments
+from .ops import Arguments, Call, ours
 
 Cast = Format | BlockFormat
 Value = Callable[..., torch.Tensor]  # of an argument, FP32; a second one returns those of codes
 Packed = Callable[[torch.Tensor], torch.Tensor | None]
 Results = list[torch.Tensor | None]  # None: those of the op are taken as they are
-Rule = Callable[[Arguments, Value, Packed, Any], Results]
 aten = torch.ops.aten
 _REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*_REAL, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -52,70 +51,76 @@ def decoded(args: Arguments, name: str) -> torch.Tensor:
     if scale is None or t.dim() != 2:
         return wide if scale is None else wide * scale.reshape(-1, 1, 1)
     if name == "b":
-        return (
-            wide * scale_layout.expand(scale.t() if scale.dim() == 2 else scale, *t.t().shape).t()
-        )
+        scale = scale.t() if scale.dim() == 2 else scale
+        return wide * scale_layout.expand(scale, *t.t().shape).t()
     return wide * scale_layout.expand(scale, *t.shape)
 
 
-def _operand(args: Arguments, name: str, value: Value) -> torch.Tensor:
-    return value(args[name], lambda: decoded(args, name))
+class _InFp32:
+    """The arguments of a call by name; the values of those that are tensors, in FP32, are those of
+    attributes. result: what the op has returned, whose draws and choices a rule follows."""
+
+    def __init__(self, call: Call, value: Value, packed: Packed) -> None:
+        self._call, self._value, self._packed, self.result = call, value, packed, call.result
+
+    def __getitem__(self, name: str) -> Any:
+        return self._call.given[name]
+
+    def __getattr__(self, name: str) -> Any:
+        """None for an argument that is None."""
+        t = self[name]
+        return None if t is None else self._value(t)
+
+    def product(self) -> torch.Tensor:
+        """a @ b of one of our products."""
+        return self.operand("a") @ self.operand("b")
+
+    def operand(self, name: str) -> torch.Tensor:
+        return self._value(self[name], lambda: decoded(self._call.given, name))
+
+    def known(self, name: str, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Of codes whose values are these where they have no others."""
+        return self._value(self[name], values)
+
+    def codes(self, name: str) -> torch.Tensor | None:
+        return self._packed(self[name])
 
 
-def _scaled_mm(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    y = value(args["self"]) @ value(args["mat2"]) * args["scale_a"] * args["scale_b"]
-    return [y if args["bias"] is None else y + value(args["bias"])]
+Rule = Callable[[_InFp32], Results]
 
 
-def _quantize(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    return _cast(value(args["x"]).clone(), args["transpose"])
+def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> Results:
+    return [y if bias is None else y + bias]
 
 
-def _cast(y: torch.Tensor, transpose: bool, others: int = 3) -> Results:
+def _scaled_mm(c: _InFp32) -> Results:
+    y = c.self @ c.mat2 * c["scale_a"] * c["scale_b"]
+    return _plus(y, c.bias)
+
+
+def _cast(c: _InFp32, y: torch.Tensor, others: int = 3) -> Results:
     rows = y.reshape(scale_layout.as_matrix(y.shape))
-    data_t = rows.t().contiguous() if transpose else None
+    data_t = rows.t().contiguous() if c["transpose"] else None
     return [y, data_t, *[None] * others]
-
-
-def _act_quantize(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    up = None if args["up"] is None else value(args["up"])
-    y = act_quantize_op(value(args["x"]), up, args["kind"], *_IN_FP32)[0]
-    return _cast(y, args["transpose"])
-
-
-def _act_backward(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    g, x, up = (None if args[n] is None else value(args[n]) for n in ("g", "x", "up"))
-    parts = act_backward_op(g, x, up, args["kind"], *_IN_FP32)
-    dx = _cast(parts[0], args["transpose"])
-    return [*dx, *(_cast(parts[5], args["transpose"]) if up is not None else [None] * 5)]
-
-
-def _norm_quantize(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    given = [
-        None if args[n] is None else value(args[n]) for n in ("x", "residual", "weight", "bias")
-    ]
-    y, *_, total, mean, rstd = norm_quantize_op(
-        *given, args["eps"], args["subtract_mean"], *_IN_FP32
-    )
-    there = total if total.numel() else None
-    return [*_cast(y, args["transpose"]), there, mean, rstd]
 
 
 _IN_FP32 = (torch.float32, None, False, "tensor", True)
 
 
-def _gemm(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    y = _operand(args, "a", value) @ _operand(args, "b", value)
-    return [y if args["bias"] is None else y + value(args["bias"])]
+def _act_backward(c: _InFp32) -> Results:
+    parts = act_backward_op(c.g, c.x, c.up, c["kind"], *_IN_FP32)
+    return [*_cast(c, parts[0]), *(_cast(c, parts[5]) if c["up"] is not None else [None] * 5)]
 
 
-def _gemm_accumulate(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    return [value(args["acc"]) + _operand(args, "a", value) @ _operand(args, "b", value)]
+def _norm_quantize(c: _InFp32) -> Results:
+    given = (c.x, c.residual, c.weight, c.bias, c["eps"], c["subtract_mean"])
+    y, *_, total, mean, rstd = norm_quantize_op(*given, *_IN_FP32)
+    return [*_cast(c, y), total if total.numel() else None, mean, rstd]
 
 
-def _groups(args: Arguments, value: Value) -> torch.Tensor:
-    a, b = (_operand(args, name, value) for name in ("a", "b"))
-    ends = args["offs"].tolist()
+def _groups(c: _InFp32) -> torch.Tensor:
+    a, b = c.operand("a"), c.operand("b")
+    ends = c["offs"].tolist()
     starts = [0, *ends[:-1]]
     if b.dim() == 3:
         y = a.new_zeros((a.shape[0], b.shape[2]))
@@ -126,51 +131,48 @@ def _groups(args: Arguments, value: Value) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def _gemm_grouped(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    return [_groups(args, value)]
-
-
-def _gemm_grouped_accumulate(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    return [value(args["acc"]) + _groups(args, value)]
-
-
-def _dequantize(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    scale = args["scale_inv"]
-
-    def known() -> torch.Tensor:
-        data = args["data"]
+def _dequantize(c: _InFp32) -> Results:
+    def values() -> torch.Tensor:
+        data, scale = c["data"], c["scale_inv"]
         rows = scale_layout.as_matrix(data.shape)
         return (data.float().view(rows) * scale_layout.expand(scale, *rows)).view(data.shape)
 
-    return [value(args["data"], known).clone()]
+    return [c.known("data", values).clone()]
 
 
-def _dequantize_mx(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
-    flat = packed(args["data"])
+def _dequantize_mx(c: _InFp32) -> Results:
+    flat, columns = c.codes("data"), c["columns"]
     if flat is None:
         return [None]  # products decode it, with its scales
-    columns = args["columns"]
-    rows = flat.view(result.numel() // max(columns, 1), -1)[:, :columns]
-    return [functional.pad(rows, (0, columns - rows.shape[1])).reshape(result.shape)]
+    rows = flat.view(c.result.numel() // max(columns, 1), -1)[:, :columns]
+    return [functional.pad(rows, (0, columns - rows.shape[1])).reshape(c.result.shape)]
 
 
-def _unpack(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
-    flat = packed(args["codes"])
-    return [None if flat is None else flat.view(result.shape).clone()]
+def _unpack(c: _InFp32) -> Results:
+    flat = c.codes("codes")
+    return [None if flat is None else flat.view(c.result.shape).clone()]
 
 
-def _pack(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    return [value(args["x"]).clone(), None]
+def _attention(c: _InFp32) -> Results:
+    out, logsumexp, _ = attention_op(c.q, c.k, c.v, c["causal"], c["scale"])
+    return [out, logsumexp, None]
 
 
-def _native_dropout(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
-    kept = 1.0 - args["p"] if args["train"] else 1.0
-    return [value(args["input"]) * result[1] * (1.0 / kept if kept else 0.0), None]
+def _attention_backward(c: _InFp32) -> Results:
+    """In FP32 rounding cuts nothing off the result."""
+    none = c["remainder"].new_empty(0)
+    floats = (c.g, c.q, c.k, c.v, c.out, c.logsumexp)
+    return list(attention_backward_op(*floats, none, c["causal"], c["scale"]))
 
 
-def _chosen(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
+def _native_dropout(c: _InFp32) -> Results:
+    kept = 1.0 - c["p"] if c["train"] else 1.0
+    return [c.input * c.result[1] * (1.0 / kept if kept else 0.0), None]
+
+
+def _chosen(c: _InFp32) -> Results:
     """Of ops that return values and where they were: values of the same places."""
-    x, (chosen, where), at = value(args["self"]), result, args["dim"]
+    x, (chosen, where), at = c.self, c.result, c["dim"]
     if x.dim() == 0:
         return [x.clone(), None]
     squeezed = chosen.dim() < x.dim()
@@ -178,69 +180,41 @@ def _chosen(args: Arguments, value: Value, packed: Packed, result: Any) -> Resul
     return [taken.squeeze(at) if squeezed else taken, None]
 
 
-def _max_pool(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
-    x, (_, where) = value(args["self"]), result
+def _max_pool(c: _InFp32) -> Results:
+    x, (_, where) = c.self, c.result
     return [x.flatten(-2).gather(-1, where.flatten(-2)).view(where.shape), None]
 
 
-CASTS: dict[Any, Rule] = {
-    quantize_op: _quantize,
-    quantize_mx_op: lambda a, v, p, r: _cast(v(a["x"]).clone(), a["transpose"], 4),
-    act_quantize_op: _act_quantize,
+_CASTS: dict[Any, Rule] = {
+    quantize_op: lambda c: _cast(c, c.x.clone()),
+    quantize_mx_op: lambda c: _cast(c, c.x.clone(), 4),
+    act_quantize_op: lambda c: _cast(c, act_quantize_op(c.x, c.up, c["kind"], *_IN_FP32)[0]),
     act_backward_op: _act_backward,
     norm_quantize_op: _norm_quantize,
     dequantize_op: _dequantize,
     dequantize_mx_op: _dequantize_mx,
-    pack_op: _pack,
+    pack_op: lambda c: [c.x.clone(), None],
     unpack_op: _unpack,
 }
-
-
-def _attention(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    q, k, v = (value(args[name]) for name in ("q", "k", "v"))
-    out, logsumexp, _ = attention_op(q, k, v, args["causal"], args["scale"])
-    return [out, logsumexp, None]
-
-
-def _attention_backward(args: Arguments, value: Value, packed: Packed, _: Any) -> Results:
-    """In FP32 rounding cuts nothing off the result."""
-    floats = (value(args[name]) for name in ("g", "q", "k", "v", "out", "logsumexp"))
-    none = args["remainder"].new_empty(0)
-    return list(attention_backward_op(*floats, none, args["causal"], args["scale"]))
-
-
-PRODUCTS: dict[Any, Rule] = {
-    gemm_op: _gemm,
-    gemm_simulated_op: _gemm,
-    gemm_accumulate_op: _gemm_accumulate,
-    gemm_grouped_op: _gemm_grouped,
-    gemm_grouped_accumulate_op: _gemm_grouped_accumulate,
+_OURS: dict[Any, Rule] = {
+    **_CASTS,
+    **dict.fromkeys((gemm_op, gemm_simulated_op), lambda c: _plus(c.product(), c.bias)),
+    gemm_accumulate_op: lambda c: [c.acc + c.product()],
+    gemm_grouped_op: lambda c: [_groups(c)],
+    gemm_grouped_accumulate_op: lambda c: [c.acc + _groups(c)],
     attention_op: _attention,
     attention_backward_op: _attention_backward,
 }
-TORCHS: dict[Any, Rule] = {
+_TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,
     aten._scaled_mm: _scaled_mm,
-    aten.topk: _chosen,
-    aten.sort: _chosen,
-    aten.kthvalue: _chosen,
-    aten.mode: _chosen,
+    **dict.fromkeys((aten.topk, aten.sort, aten.kthvalue, aten.mode), _chosen),
+    # Of one of their overloads.
+    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim), _chosen),
     aten.max_pool2d_with_indices: _max_pool,
 }
-# Of one of their overloads.
-OVERLOADS: dict[Any, Rule] = dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim), _chosen)
-
-
 # Of FP32, by the op itself.
 _SAME = (cross_entropy_op, cross_entropy_backward_op, rotary_op, norm_backward_op)
-_VARIANTS = ("cpp", "reference", "triton", "vendor")
-
-
-def _by_name(table: Iterable[Any]) -> dict[str, Any]:
-    return {f"mixprec::{op.variant_name(v)}": op for op in table for v in _VARIANTS}
-
-
-_CAST_NAMES, _NAMES, _SAME_NAMES = map(_by_name, (CASTS, PRODUCTS, _SAME))
 # Batch norm writes its running statistics, which its schema does not say.
 WRITES_MORE = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _OPAQUE = {
@@ -258,22 +232,22 @@ TORCHS_CASTS = {aten._to_copy.default, COPY}
 
 def is_cast(func: Any) -> bool:
     """Whether results are arguments, or what is computed of them, in other formats."""
-    return func in TORCHS_CASTS or func.name() in _CAST_NAMES
+    return func in TORCHS_CASTS or has_codes(func)
 
 
 def has_codes(func: Any) -> bool:
     """Whether its arguments or results may be codes in bytes."""
-    return func.name() in _CAST_NAMES
+    return ours(func) in _CASTS
 
 
-def cast_format(func: Any, given: Arguments, result: torch.Tensor) -> Cast | None:
+def cast_format(call: Call) -> Cast | None:
     """What a cast casts to; None: as it was."""
+    given = call.given
     if "fmt" in given:
-        is_cast = func.name() in _by_name([quantize_mx_op])
-        return BLOCK_FORMATS[given["fmt"]] if is_cast else None
+        return BLOCK_FORMATS[given["fmt"]] if ours(call.func) is quantize_mx_op else None
     if "bits" in given:
         return None  # integers
-    fmt = next((f for f in FORMATS if f.dtype == result.dtype), None)
+    fmt = next((f for f in FORMATS if f.dtype == call.results[0].dtype), None)
     if fmt is not None and given.get("granularity") == "mx":
         return BLOCK_FORMATS[name_of(fmt, "mx") or ""]
     return fmt
@@ -285,9 +259,7 @@ def eps(fmt: Cast) -> float:
 
 def is_known(func: Any) -> bool:
     """Whether the results in FP32 can be known: not of other libraries' ops, nor of control."""
-    if func.namespace == "aten":
-        return True
-    return func.name() in _CAST_NAMES or func.name() in _NAMES or func.name() in _SAME_NAMES
+    return func.namespace == "aten" or ours(func) in _OURS or ours(func) in _SAME
 
 
 def is_opaque(func: Any) -> bool:
@@ -300,11 +272,12 @@ def moves(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags or func.overloadpacket in _MOVES
 
 
-def is_random(func: Any, given: Arguments) -> bool:
+def is_random(call: Call) -> bool:
     """Whether results are drawn anew by each call."""
-    if torch.Tag.nondeterministic_seeded not in func.tags or func in TORCHS:
+    func = call.func
+    if torch.Tag.nondeterministic_seeded not in func.tags or func.overloadpacket in _TORCHS:
         return False
-    return func.overloadpacket not in TORCHS and given.get("dropout_p") != 0.0
+    return call.given.get("dropout_p") != 0.0
 
 
 def is_drawn_from(func: Any) -> bool:
@@ -312,35 +285,19 @@ def is_drawn_from(func: Any) -> bool:
     return func.overloadpacket in _DRAWN
 
 
-def results(
-    func: Any, args: Any, kwargs: Any, result: Any, value: Value, packed: Packed
-) -> Results:
-    """Those of func in FP32, of `value` of its arguments. result: what it has returned, whose draws
-    and choices they follow."""
-    rule = _rule(func)
-    if rule is None:
-        return everything(func, args, kwargs, value)
-    return rule(arguments(func, args, kwargs), value, packed, result)
-
-
-def _rule(func: Any) -> Rule | None:
-    name = func.name()
-    if name in _CAST_NAMES:
-        return CASTS[_CAST_NAMES[name]]
-    if name in _NAMES:
-        return PRODUCTS[_NAMES[name]]
-    return OVERLOADS.get(func) or TORCHS.get(func.overloadpacket)
-
-
-def everything(func: Any, args: Any, kwargs: Any, value: Value) -> Results:
-    """The same op with FP32 arguments, which returns FP32."""
+def results(call: Call, value: Value, packed: Packed) -> Results:
+    """Those of a call in FP32, of `value` of its arguments; where no rule says how, of the same op
+    with FP32 arguments, which returns FP32."""
+    func = call.func
+    rule = _OURS.get(ours(func)) or _TORCHS.get(func) or _TORCHS.get(func.overloadpacket)
+    if rule is not None:
+        return rule(_InFp32(call, value, packed))
 
     def wide(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return value(x)
         return torch.float32 if isinstance(x, torch.dtype) and x in FLOATS[1:] else x
 
-    args, kwargs = tree_map(wide, args), tree_map(wide, kwargs)
-    result = func(*args, **kwargs)
-    results = result if isinstance(result, (tuple, list)) else [result]
-    return [t if isinstance(t, torch.Tensor) and t.dtype in FLOATS else None for t in results]
+    result = func(*tree_map(wide, call.args), **tree_map(wide, call.kwargs))
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    return [t if isinstance(t, torch.Tensor) and t.dtype in FLOATS else None for t in parts]

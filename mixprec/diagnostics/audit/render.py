@@ -11,22 +11,8 @@ from pathlib import Path
 import jinja2
 from torch import nn
 
-from ..report_table import aligned
-from ..stats.suggest import BARS
-from .records import (
-    AGAIN,
-    FORWARD,
-    PRODUCTS,
-    SHORT,
-    STEP,
-    Lost,
-    Op,
-    bits,
-    flops_by,
-    joined,
-    product_name,
-    readable,
-)
+from ..writers import SHORT, aligned, decibels, joined, prefixed
+from .records import AGAIN, BARS, FORWARD, PRODUCTS, STEP, Lost, Op, bits, flops_by, product_name
 
 _ROLES = ("x", "w", "g")
 _WIDE, _HALF = ("#8c2d04", "#d94801"), ("#2171b5", "#6baed6")  # fp64, fp32; bf16, fp16
@@ -46,8 +32,8 @@ def summary(ops: Iterable[Op]) -> str:
         for flops in (precisions, flops_by(lambda op: op.decided, ops))
     ]
     again = sum(op.flops for op in ops if op.phase == AGAIN)
-    more = f", {again / total:.1%} computed again in backward" if again else ""
-    return f"{readable(total)}FLOP{more}: {parts[0]}. Set by: {parts[1]}"
+    again_share = f", {again / total:.1%} computed again in backward" if again else ""
+    return f"{prefixed(total)}FLOP{again_share}: {parts[0]}. Set by: {parts[1]}"
 
 
 def table(ops: Iterable[Op], most: int) -> str:
@@ -67,8 +53,8 @@ def table(ops: Iterable[Op], most: int) -> str:
               for forward in (True, False)),
             joined(SHORT.get(op.accumulation, op.accumulation) for op in group),
             joined(op.decided for op in group),
-            readable(sum(op.flops for op in group if op.phase != AGAIN)),
-            readable(sum(op.flops for op in group if op.phase == AGAIN)) or "-",
+            prefixed(sum(op.flops for op in group if op.phase != AGAIN)),
+            prefixed(sum(op.flops for op in group if op.phase == AGAIN)) or "-",
         ])  # fmt: skip
     return _with_rest(aligned(lines), len(ranked) - most)
 
@@ -83,7 +69,7 @@ def sqnr_table(ops: Iterable[Op], most: int | None) -> str:
     for op in ops:
         for name, lost in op.lost.items() if op.kind in PRODUCTS else ():
             losses.setdefault((op.where, product_name(op, name), op.precision), Lost()).add(lost)
-    ranked = sorted(losses.items(), key=lambda item: _decibels(item[1].own))
+    ranked = sorted(losses.items(), key=lambda item: _own(item[1]))
     others = list(dict.fromkeys(name for _, lost in ranked for name in lost.what_if))
     heads = ["module", "product", "precision", "own", "total", *_ROLES, "underflow", "overflow"]
     lines = [[*heads, *(f"in {name}" for name in others)]]
@@ -96,14 +82,14 @@ def sqnr_table(ops: Iterable[Op], most: int | None) -> str:
 
 
 def _cells(lost: Lost, others: Iterable[str]) -> Iterator[str]:
-    yield decibels(lost.own)
-    yield decibels(lost.total)
+    yield _db(lost.own)
+    yield _db(lost.total)
     for role in _ROLES:
-        yield decibels(lost.operands[role].sqnr) if role in lost.operands else "-"
+        yield _db(lost.operands[role].sqnr) if role in lost.operands else "-"
     for name in ("underflow", "overflow"):
         yield _worst(lost, name)
     for recipe in others:
-        yield decibels(lost.sqnr_if(recipe))
+        yield _db(lost.sqnr_if(recipe))
 
 
 def _worst(lost: Lost, name: str) -> str:
@@ -113,16 +99,15 @@ def _worst(lost: Lost, name: str) -> str:
     return "-" if role is None or not shares[role] else f"{role} {shares[role]:.2%}"
 
 
-def decibels(value: float | None) -> str:
-    if value is None or value == math.inf:
-        return "-"
-    return f"{round(value, 1) + 0.0:.1f}"  # no -0.0
+def _db(value: float | None) -> str:
+    return decibels(None if value == math.inf else value)  # nothing is lost
 
 
-def _decibels(value: float | None) -> float:
-    if value is None:
+def _own(lost: Lost) -> float:
+    """In dB, to sort by: -inf where it is not a number, inf where it is unknown."""
+    if lost.own is None:
         return math.inf
-    return -math.inf if math.isnan(value) else value
+    return -math.inf if math.isnan(lost.own) else lost.own
 
 
 @dataclass
@@ -165,13 +150,6 @@ def tree(ops: Iterable[Op], model: nn.Module) -> Node:
     return root
 
 
-def _own(lost: Lost) -> float:
-    """In dB; -inf where it is not a number."""
-    if lost.own is None:
-        return math.inf
-    return -math.inf if math.isnan(lost.own) else lost.own
-
-
 def loss_color(own: float) -> str:
     """Of an SQNR: red below the bars of FP8's products, orange within 6 dB of them."""
     bar = max(BARS.values())
@@ -192,10 +170,6 @@ def parts(flops: Mapping[str, int]) -> list[tuple[str, float, float, str]]:
     return bars
 
 
-def short(dtype: str) -> str:
-    return SHORT.get(dtype, dtype)
-
-
 def html(
     ops: list[Op],
     model: nn.Module,
@@ -207,14 +181,12 @@ def html(
 ) -> str:
     """The page."""
     environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.globals.update(parts=parts, readable=readable, color=color, short=short)
-    environment.globals.update(loss_color=loss_color, shown=shown, inf=math.inf)
-    environment.globals.update(decibels=decibels, product=product_name)
+    environment.globals.update(
+        parts=parts, readable=prefixed, color=color, short=lambda dtype: SHORT.get(dtype, dtype),
+        loss_color=loss_color, shown=shown, inf=math.inf, decibels=_db, product=product_name,
+    )  # fmt: skip
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     return template.render(
         title=title,

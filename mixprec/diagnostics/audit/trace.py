@@ -1,319 +1,357 @@
-"""What a step in FP32 has at each op, in a few numbers, and where two steps diverge.
-
-A sketch of n elements is R [4, n / 127] @ x [n / 127, 127], R of random signs: the squared distance
-of two sketches, over 4, estimates that of the tensors (Alon, Matias and Szegedy, 1996).
-"""
+"""Records the ops of training steps, forward and backward, as torch dispatches them."""
 
 from __future__ import annotations
 
-import functools
-import math
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..report_table import aligned
-from . import reference
-from .ops import Arguments, Listed
-from .records import PRODUCTS, ROLES_OF, SUSPECT, Lost, product_of
-from .reference import is_float, widened
+from ..._modes import nor_below
+from ...functional import _products
+from ...nn._layer import Layer
+from ...optim._base import Optimizer
+from ...optim._state import short
+from ...recipes import OUTLIERS, Recipe
+from . import modes, ops, provenance
+from .diff import Points
+from .noise import measured
+from .ops import Call
+from .provenance import Owner, Owners
+from .records import AGAIN, BACKWARD, FORWARD, STEP, Op, accumulation, operand_formats
 from .shadow import Ran, Shadow
 
-_DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a column of this one
-_BIASES = {torch.ops.aten.addmm: "self"}
-_WORDS = {"x": "input", "w": "weight", "g": "gradient"}
-# Steps in FP32 that compute the same differ by less than this, or by less than so many times what
-# they differ by before, or what the rounding of weights has. Those of 12 families of models
-# differ by 2e-6, random programs by 4e-5, where the gradients of attention cancel; and from weights
-# in bf16, which change the sign of some inputs of a ReLU, by 17 times more than before.
-_SAME = 1e-4
-_GROWS = 30.0
-_ROUNDING = 12**-0.5  # the root mean square of a rounding, in units of the spacing
+aten = torch.ops.aten
+_ADD_ = aten.add_.Tensor
+_LOW = (torch.bfloat16, torch.float16)
+_ZERO = (aten.zero_.default, aten._foreach_zero_.default)
+_SAMPLE = 4096  # elements of each parameter
+_TORCHS = {c for c in vars(torch.optim).values() if isinstance(c, type)} - {torch.optim.LBFGS}
 
 
 @dataclass
-class Point:
-    """Of an op in a step: module, phase and op, the how many of those that are the same in these.
+class _Origin:
+    """Of an autograd node: who ran the forward op, what set its dtypes, and its weight."""
 
-    inputs: sketches of its operands in a step in FP32, by role; result: that of the result; wrong:
-    what rounding does not explain of the op itself, in a sentence; beyond: by which factor; own:
-    the op's own error, as a part of its result; made: the spacing at 1 of the formats that weights
-    and inputs have so far, 0 for FP32; after: an op before it that was not computed again.
+    owner: Owner
+    decided: str | None = None
+    weight: str = ""
+
+
+class _Place(NamedTuple):
+    """Of an op: the phase, its owner, and the node that it is of, if any."""
+
+    phase: str
+    owner: Owner
+    origin: _Origin | None = None
+
+
+class _Gemm(NamedTuple):
+    """A product of mixprec that is about to run, and the dtypes of torch.autocast."""
+
+    kind: str
+    recipe: Recipe
+    name: str
+    autocast: dict[str, torch.dtype]
+
+
+class Recorder(TorchDispatchMode):
+    """A mode that notes each op that the module `ops` lists in `ops`.
+
+    devices: the types of device of products; cast_back: where tensors are cast to fewer bits and
+    back at once, with both dtypes, how often; sums: where products of no parameter are added to a
+    tensor of 16 bits, its dtype and shape, of how many it is the sum; steps: those that the
+    optimizer, if audit was given it, has begun; has_compiled: whether functions that torch.compile
+    has returned were called; has_compiled_backward: whether code that was compiled for a forward
+    pass before the block ran its backward pass.
     """
 
-    module: str
-    phase: str
-    op: str
-    turn: int
-    size: int
-    inputs: dict[str, list[float]] = field(default_factory=dict)
-    result: list[float] = field(default_factory=list)
-    wrong: str = ""
-    beyond: float = 0.0
-    own: float = 0.0
-    made: float = 0.0
-    after: str = ""
+    supports_higher_order_operators = True  # that their error is ours
 
-    @classmethod
-    def of_json(cls, row: dict[str, Any]) -> Point:
-        """As `Audit.save` has written it, null for what is not finite."""
-        values: dict[str, Any] = {n: math.inf if v is None else v for n, v in row.items()}
-        point = cls(**values)
-        for numbers in (*point.inputs.values(), point.result):
-            numbers[:] = [math.inf if n is None else n for n in numbers]
-        return point
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: Any,
+        shadow: Shadow | None,
+    ) -> None:
+        super().__init__()
+        self._shadow = shadow
+        self.ops: dict[Op, Op] = {}
+        self.devices: set[str] = set()
+        self.cast_back: Counter[tuple[str, str, str]] = Counter()
+        self.has_backward, self.steps, self._skipped = False, 0, 0
+        self.owners, self._optimizer = Owners(model), optimizer
+        self.updates = None if optimizer is None else Updates(optimizer)
+        self.sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self.gradients = Gradients(model.parameters())
+        self.points = Points()
+        if scaler is not None:
+            self.owners.watch(scaler)
+        self.calls = modes.Calls()
+        self.provenance = provenance.Provenance(self.calls, model.named_parameters())
+        self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
+        self._gemm: _Gemm | None = None
+        self._stepping = False
+        self.has_compiled = self.has_compiled_backward = False
 
     @property
-    def key(self) -> tuple[str, str, str, int, int]:
-        module = self.module.replace("_orig_mod.", "")  # what torch.compile puts before it
-        return module, self.phase, self.op, self.turn, self.size
+    def skips_all(self) -> bool:
+        """Whether a scaler has kept the optimizer from every step, as torch's does, or the
+        optimizer has skipped each, as ours do."""
+        return self._optimizer is not None and self._skips() - self._skipped == self.steps
+
+    def _skips(self) -> int:
+        optimizer = self._optimizer
+        return int(optimizer.skipped) if isinstance(optimizer, Optimizer) else 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        optimizer, updates = self._optimizer, self.updates
+
+        def before(*_: Any) -> None:
+            self._stepping = True
+            self.steps += 1
+            updates.before()  # type: ignore[union-attr]
+
+        def after(*_: Any) -> None:
+            updates.after()  # type: ignore[union-attr]
+            self._stepping = False
+            if self._shadow is not None:
+                self._shadow.clear()
+
+        with contextlib.ExitStack() as stack:
+            if optimizer is not None:
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
+                self._skipped = self._skips()
+            _products.listeners.append(self._product)
+            stack.callback(_products.listeners.remove, self._product)
+            for context in (modes.torch_patched(), self, self.calls):
+                stack.enter_context(context)
+            yield
+
+    def _product(self, kind: str, recipe: Recipe, name: str) -> None:
+        if self in _get_current_dispatch_mode_stack():  # else it is another thread's
+            self._gemm = _Gemm(kind, recipe, name, modes.autocast_dtypes())
+
+    @nor_below
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(
+                f"audit: torch runs {func.name()} only compiled, and in an audit nothing is: leave "
+                "it out of the block"
+            )
+        call = Call(func, args, kwargs)
+        if call.listed is None and torch.is_inference_mode_enabled() and ops.is_composite(func):
+            if self.calls.call.autocast:
+                raise RuntimeError(
+                    "audit: torch.inference_mode with torch.autocast computes in other dtypes "
+                    "while ops are watched: use torch.no_grad in place of inference_mode"
+                )
+            with self:  # elsewhere it has arrived as its parts
+                return func.decompose(*args, **kwargs)
+        self.has_compiled = self.has_compiled or modes.is_in_compiled()
+        place = self._place()
+        shadow = None if place.phase == STEP else self._shadow
+        if shadow is not None:
+            for gradient in ops.tensors(self.calls.gradients):
+                if not gradient.requires_grad:  # the others are of inputs=
+                    shadow.roles.put(gradient, "g")
+            shadow.prepare(call)
+        inside = call.listed and self.calls.call.autocast and ops.calls_others(func)
+        with modes.autocast_inside() if inside else contextlib.nullcontext():
+            call.run()
+        ran = None
+        if shadow is not None:
+            ran = shadow.follow(call)
+            is_root = self.calls.backward > 0 and place.phase == FORWARD  # that of the loss
+            shadow.mark(call, place.phase == BACKWARD or is_root)
+        decided = None if call.listed is None else self._record(call, call.listed, place, ran)
+        is_ours = func is provenance.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
+        is_back = self.provenance.note(call, decided, is_ours)
+        if is_back and place.phase == FORWARD:
+            narrow, wide = (short(t.dtype) for t in (call.inputs[0], call.result))
+            self.cast_back[place.owner.where, wide, narrow] += 1
+        if not torch.is_grad_enabled() and not self._stepping:
+            self._note_sum(call)
+        self.gradients.note(call, place.phase == BACKWARD)
+        return call.result
+
+    def _note_sum(self, call: Call) -> None:
+        is_product = call.listed is not None and call.listed.kind == "product"
+        if (times := self.provenance.products_in(call, is_product)) < 2:
+            return
+        owner = self.owners.find()
+        if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
+            key = owner.where, short(call.results[0].dtype), tuple(call.results[0].shape)
+            self.sums[key] = max(times, self.sums[key])
+
+    def _source(self, owner: Owner, recipe: Recipe) -> str:
+        """Where the recipe of a product is from."""
+        layer = self.owners.module(owner)
+        if not isinstance(layer, Layer):
+            return provenance.RECIPE
+        if recipe not in (layer.recipe, OUTLIERS):
+            return provenance.REGION
+        return provenance.OVERRIDE if layer._is_override else provenance.RECIPE
+
+    def _place(self) -> _Place:
+        """Of an op that is about to run."""
+        node = None if self._stepping else torch._C._current_autograd_node()
+        owner = self.owners.find()
+        if self._stepping:
+            return _Place(STEP, owner)
+        if node is not None and owner.name is None:
+            self.has_backward = True
+            origin = self._origins.get(node._sequence_nr())
+            if torch.is_grad_enabled():  # create_graph=True
+                self._origins.setdefault(_get_sequence_nr() - 1, origin or _Origin(owner))
+            return _Place(BACKWARD, owner if origin is None else origin.owner, origin)
+        # Autograd makes the node of an op, or of a Function, before it runs it.
+        origin = self._origins.setdefault(_get_sequence_nr() - 1, _Origin(owner))
+        return _Place(FORWARD if node is None else AGAIN, owner, origin)
+
+    def _record(self, call: Call, listed: ops.Listed, place: _Place, ran: Ran | None) -> str:
+        """Returns what set the dtype of the result."""
+        phase, owner, origin = place
+        if phase == BACKWARD and origin is None:
+            name = torch._C._current_autograd_node().name()
+            self.has_compiled_backward |= name == "CompiledFunctionBackward"
+        lost = {}
+        if ran is not None and self._shadow is not None:
+            with torch.no_grad():
+                lost = measured(call, ran, self._shadow)
+        operands = [t for name in listed.operands for t in ops.tensors(call.given[name])]
+        formats = tuple(short(t.dtype) for t in operands)
+        device, is_ours = operands[0].device.type, call.func.namespace == "mixprec"
+        gemm, result_decided = None, None
+        if listed.kind in ("product", "convolution"):
+            gemm, self._gemm = self._gemm, None
+        if gemm is not None:
+            formats = operand_formats(gemm.recipe, gemm.kind)
+            owner = self.owners.layer(owner, gemm.name)
+            decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
+            if call.results:  # whose dtype is that of the layer's input, or of torch.autocast
+                result = call.results[0]
+                is_autocast = result.dtype == gemm.autocast.get(result.device.type)
+                result_decided = provenance.AUTOCAST if is_autocast else provenance.TENSOR_DTYPE
+        elif phase == BACKWARD:
+            unknown = provenance.MIXPREC if is_ours else provenance.UNKNOWN
+            decided = (origin and origin.decided) or unknown
+        elif is_ours:
+            decided = provenance.MIXPREC
+        else:
+            decided = self.provenance.decided(operands)
+            low = self.calls.call.autocast.get(device)
+            if low is not None and ops.calls_others(call.func):
+                formats, decided = (short(low),) * len(operands), provenance.AUTOCAST
+        weight = next(filter(None, (self.provenance.facts(t).weight for t in operands)), "")
+        if phase == BACKWARD:
+            weight = origin.weight if origin else ""
+        elif origin is not None and origin.decided in (None, provenance.MIXPREC):
+            origin.decided, origin.weight = decided, weight
+        results = call.results or operands[:1]
+        if listed.kind != "reduction":
+            self.devices.add(device)
+        op = Op(
+            *owner,
+            listed.kind,
+            phase,
+            call.op,
+            tuple(map(ops.shape, operands)),
+            formats,
+            accumulation(listed.kind, operands[0].dtype, device, call.func.namespace),
+            short(results[0].dtype),
+            decided,
+            weight if listed.kind == "product" else "",
+        )
+        size = sum(t.numel() * t.element_size() for t in (*operands, *results))
+        self.ops.setdefault(op, op).add(call.flops, size, lost)
+        if self._shadow is not None and phase in (FORWARD, BACKWARD):
+            where = owner.name if owner.name is not None else owner.line
+            self.points.record(self._shadow, where, phase, call, ran, lost)
+        return decided if result_decided is None else result_decided
 
 
-@functools.cache
-def _signs(block: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(block)
-    return torch.randint(0, 2, (_DRAWS, _ROWS), generator=generator).float() * 2 - 1
+class Gradients:
+    """summed: of a parameter, the dtype of `grad` and how often a backward pass has added to it."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self.summed: dict[torch.Tensor, tuple[str, int]] = {}
+        # By gradient: -1 for one that may be 0, as from zero_grad(set_to_none=False).
+        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        for p in params:
+            if p.grad is not None:
+                self._times[p.grad] = -1
+
+    def note(self, call: Call, in_backward: bool) -> None:
+        """An op has run."""
+        if call.func in _ZERO:
+            for t in call.inputs:
+                self._times[t] = -1
+        elif call.func is _ADD_ and in_backward:
+            node: Any = torch._C._current_autograd_node()
+            if hasattr(node, "variable"):  # it adds to the gradient of an earlier backward pass
+                param, grad = node.variable, node.variable.grad
+                self._times[grad] = times = self._times.get(grad, 0) + 1
+                if times > 0:
+                    most = self.summed.get(param, ("", 0))[1]
+                    self.summed[param] = short(grad.dtype), max(times, most)
 
 
-def sketch(x: torch.Tensor) -> list[float]:
-    """Of the values in the order of the elements."""
-    flat = x.detach().reshape(-1)
-    flat = flat.float() if flat.dtype != torch.float32 else flat
-    full = flat.numel() // _COLUMNS
-    total = flat.new_zeros((_DRAWS, _COLUMNS))
-    rows = flat[: full * _COLUMNS].view(-1, _COLUMNS)
-    for i, part in enumerate(rows.split(_ROWS)):
-        total += _signs(i)[:, : part.shape[0]].to(part.device) @ part
-    rest = flat[full * _COLUMNS :]
-    last = _signs(full // _ROWS)[:, full % _ROWS : full % _ROWS + 1].to(flat.device)
-    total[:, : rest.numel()] += last * rest
-    numbers: list[float] = total.flatten().tolist()
-    return numbers
+class Updates:
+    """Of the sampled elements with a gradient: how many there are, and how many no step changed.
 
-
-def distance(a: list[float], b: list[float]) -> float:
-    """Of two sketches, as a part of the larger one's norm; 0 where both are 0 or one is empty, inf
-    if one is not finite."""
-    if not a or not b:
-        return 0.0
-    x, y = (torch.tensor(s, dtype=torch.float64) for s in (a, b))
-    size = torch.maximum(x.norm(), y.norm())
-    if not bool(torch.isfinite(size)):
-        return 0.0 if bool(torch.equal(torch.isfinite(x), torch.isfinite(y))) else float("inf")
-    return float((x - y).norm() / size) if size > 0 else 0.0
-
-
-class Trace:
-    """The points of a step, in the order in which their ops ran."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self._turns: Counter[tuple[str, str, str]] = Counter()
-
-    def point(self, module: str, phase: str, op: str, size: int) -> Point:
-        """The next one."""
-        turn = self._turns[module, phase, op]
-        self._turns[module, phase, op] += 1
-        self.points.append(Point(module, phase, op, turn, size))
-        return self.points[-1]
-
-
-def record(
-    trace: Trace,
-    shadow: Shadow,
-    module: str,
-    phase: str,
-    func: Any,
-    listed: Listed,
-    given: Arguments,
-    results: list[torch.Tensor],
-    ran: Ran | None,
-    lost: Mapping[str, Lost],
-) -> None:
-    """After an op: a product, a convolution, attention or an RNN."""
-    if listed.kind not in PRODUCTS or not results or not is_float(results[0]):
-        return
-    operands = [given[name] for name in listed.operands]
-    if not all(isinstance(t, torch.Tensor) and is_float(t) for t in operands):
-        return
-    roles = [shadow.roles.get(t) or "x" for t in operands]
-    values = [_value(shadow, func, given, name) for name in listed.operands]
-    results_in_fp32 = [] if ran is None else [value for value in ran.total if value is not None]
-    if not results_in_fp32:
-        results_in_fp32 = [widened(t) for t in results if is_float(t)]
-    result = results_in_fp32[0]
-    if listed.kind in ("attention", "rnn"):  # of some of its gradients nothing may be left
-        result = torch.cat([value.reshape(-1) for value in results_in_fp32])
-    bias = given.get(_BIASES.get(func.overloadpacket, "bias"))
-    if bias is not None and bias.dim() == 1 and listed.kind == "product":
-        result = result - shadow.of_step(bias)  # other code of the same layer adds it later
-    is_product = listed.kind == "product" and [t.dim() > 1 for t in operands] == [True, True]
-    name = product_of(roles) if is_product else None
-    if name is not None and tuple(roles) != ROLES_OF[name] and result.dim() == 2:
-        roles.reverse()
-        values = [t.transpose(-1, -2) for t in reversed(values)]
-        result = result.t()
-    if name in ("y", "grad_weight"):  # [N, K] and [M, N], as they are in memory
-        at = 1 if name == "y" else 0
-        values[at] = values[at].transpose(-1, -2)
-    point = trace.point(module, phase, name or listed.kind, result.numel())
-    for role, value in zip(roles, values, strict=True):
-        point.inputs.setdefault(_WORDS[role], sketch(value))
-    if not func._schema.is_mutable:  # else with what was there before
-        point.result = sketch(result)
-    point.made, point.after = shadow.made, next(iter(shadow.not_followed), "")
-    for one in lost.values():
-        beyond, wrong = _wrong(one)
-        if beyond >= point.beyond:
-            point.beyond, point.wrong = beyond, wrong
-            point.own = math.sqrt(one.own_noise / one.own_signal) if one.own_signal else 0.0
-
-
-def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:
-    """Of an operand, in a step in FP32."""
-    known = (lambda: reference.decoded(given, name)) if func.namespace == "mixprec" else None
-    return shadow.of_step(given[name], known)
-
-
-def _wrong(lost: Lost) -> tuple[float, str]:
-    """What is least explained by rounding: the op, or the cast of an operand."""
-    errors = [(lost.beyond, "what it computes of its operands")]
-    for role, operand in lost.operands.items():
-        errors.append((operand.beyond, f"the cast of its {_WORDS[role]}"))
-    return max(errors)
-
-
-@dataclass
-class Place:
-    """An op that both steps have, and by how much their operands and results differ, each in
-    FP32, as a part of their norm; beyond: the errors of the op itself, in the one step and in the
-    other, as multiples of what rounding explains."""
-
-    module: str
-    phase: str
-    op: str
-    inputs: dict[str, float]
-    result: float
-    beyond: tuple[float, float]
-
-    def __str__(self) -> str:
-        where = self.module or "the model"
-        return where if self.op == self.phase else f"{where}, {self.op} in {self.phase}"
-
-
-class Diff:
-    """What `Audit.diff` found. str() is `said` and a table of the places around `first`.
-
-    first: the Place where the two steps diverge, or None; said: a sentence; places: all that both
-    have, in the order of the first; missing: ops that only one of them has.
+    Only of torch's optimizers: others may keep masters of the weights, which change. LBFGS does
+    nothing where it has converged, and a GradScaler makes fused kernels skip a step.
     """
 
-    def __init__(self, a: list[Point], b: list[Point]) -> None:
-        there = {point.key: point for point in b}
-        turns, others = (Counter(point.key[:3] for point in some) for some in (a, b))
-        common = [
-            (point, there[point.key])
-            for point in a
-            if point.key in there and turns[point.key[:3]] == others[point.key[:3]]
-        ]
-        unknown = next((one.after or two.after for one, two in common if one.after + two.after), "")
-        self.missing = len(a) + len(b) - 2 * len(common)
-        missing = _first_missing(common, a, b)
-        common = [(one, two) for one, two in common if not (one.after or two.after)]
-        if not common and not unknown:
-            raise ValueError(f"diff: the two steps have no op in common: {missing}")
-        self.places: list[Place] = []
-        self.first: Place | None = None
-        self.said = "the steps diverge nowhere by more than rounding explains"
-        usual = _SAME / _GROWS
-        for one, other in common:
-            place = _place(one, other)
-            self.places.append(place)
-            usual = max(usual, _ROUNDING * abs(one.made - other.made))
-            if self.first is None and (said := _said(place, one, other, _GROWS * usual)):
-                self.first, self.said = place, said
-            usual = max(usual, place.result)  # operands may be rotated, as those of nvfp4
-        self._at = 0 if self.first is None else self.places.index(self.first)
-        if unknown:
-            self.said += f"; what runs after {unknown} is not compared"
-        elif self.missing:
-            self.said += f"; {self.missing} ops are in one of them only: {missing}"
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_known = type(optimizer) in _TORCHS
+        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._counts: list[torch.Tensor] = []
+        self.dtype = ""
 
-    def __str__(self) -> str:
-        return f"{self.said}\n\n{self.table()}"
+    def before(self) -> None:
+        """A step begins."""
+        self._before = []
+        is_scaled = getattr(self._optimizer, "found_inf", None) is not None
+        if not self._is_known or is_scaled:
+            return
+        groups = (g for g in self._optimizer.param_groups if float(g["lr"]) != 0)
+        for p in (p for group in groups for p in group["params"]):
+            if p.dtype in _LOW and p.grad is not None and not p.grad.is_sparse:
+                self.dtype = short(p.dtype)
+                self._before.append((p, _some(p).clone(), _some(p.grad) != 0))
 
-    def amplifiers(self, most: int = 5) -> list[tuple[Place, float]]:
-        """The places whose results differ more than their operands, in relative terms, with
-        the factor, the largest first; at most `most` of them."""
-        factors = []
-        for place in self.places:
-            before = max(place.inputs.values(), default=0.0)
-            if 0 < before < place.result:
-                factors.append((place, place.result / before))
-        return sorted(factors, key=lambda one: -one[1])[:most]
+    def after(self) -> None:
+        """It has ended."""
+        for p, old, has_gradient in self._before:
+            lost = has_gradient & (_some(p) == old)
+            counts = torch.stack([torch.count_nonzero(lost), torch.count_nonzero(has_gradient)])
+            self._counts.append(counts.to("cpu", non_blocking=True))
+        self._before = []
 
-    def table(self, around: int | None = 6) -> str:
-        """The places around the first one, or all."""
-        start = 0 if around is None else max(self._at - around, 0)
-        stop = None if around is None else self._at + around + 1
-        lines = [["", "module", "op", "phase", "input difference", "result difference", "a", "b"]]
-        for i, place in enumerate(self.places[start:stop], start):
-            is_first = self.first is not None and i == self._at
-            worst = max(place.inputs.values(), default=0.0)
-            errors = (f"{beyond:.2g}x" for beyond in place.beyond)
-            lines.append([
-                ">" if is_first else "", place.module or "the model", place.op, place.phase,
-                f"{worst:.1e}", f"{place.result:.1e}", *errors,
-            ])  # fmt: skip
-        return "\n".join(aligned(lines, left=(0, 1, 2, 3)))
+    def lost(self) -> float:
+        """The share of the elements; 0 if there is none."""
+        if not self._counts:
+            return 0.0
+        lost, all_of_them = torch.stack(self._counts).sum(0).tolist()
+        return lost / all_of_them if all_of_them else 0.0
 
 
-def _place(a: Point, b: Point) -> Place:
-    inputs = {
-        role: distance(a.inputs[role], b.inputs[role]) for role in a.inputs if role in b.inputs
-    }
-    return Place(
-        a.module, a.phase, a.op, inputs, distance(a.result, b.result), (a.beyond, b.beyond)
-    )
-
-
-def _said(place: Place, a: Point, b: Point, least: float) -> str:
-    """Why two steps diverge at a place; empty if they do not."""
-    if place.result > least:
-        role = max(place.inputs, key=lambda role: place.inputs[role])
-        if place.inputs[role] > least:
-            share = f"{place.inputs[role]:.2%}"
-            return f"{place}: the steps diverge upstream: its {role} differs by {share}"
-        # Where the terms of a sum cancel, a small difference of operands is a large one of results.
-        if place.result > _GROWS * place.inputs[role] * _condition(a):
-            share = f"{place.result:.2%}"
-            return (
-                f"{place}: the steps diverge here: of equal operands its result differs by {share}"
-            )
-    for name, point in (("first", a), ("second", b)):
-        if point.beyond > SUSPECT:
-            wrong = f"{point.wrong} is off by {point.beyond:.3g} times what rounding explains"
-            if math.isinf(point.beyond):
-                wrong = f"{point.wrong} has Inf or NaN where FP32 has none"
-            return f"{place}: in the {name} step {wrong}"
-    return ""
-
-
-def _condition(point: Point) -> float:
-    """|a| |b| / |a @ b| of a product, in Frobenius norms; 1 of other ops."""
-    norms = [math.hypot(*values) for values in point.inputs.values()]
-    size = math.hypot(*point.result)
-    return max(norms[0] * norms[1] / size, 1.0) if len(norms) == 2 and size > 0 else 1.0
-
-
-def _first_missing(common: list[tuple[Point, Point]], *steps: list[Point]) -> str:
-    for place, (name, points) in enumerate(zip(("first", "second"), steps, strict=True)):
-        compared = {id(pair[place]) for pair in common}
-        for point in points:
-            if id(point) not in compared:
-                where = point.module or "the model"
-                return f"{where}, {point.op} in {point.phase}, of the {name}"
-    return "none"
+def _some(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().reshape(-1)[:_SAMPLE]

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +29,13 @@ from torch import nn
 
 from ...ops._dispatch import autocast
 from ...recipes import GEMMS, Recipe
+from ..audit import Audit
 from ..audit.records import BACKWARD, power
 from ..audit.records import FORWARD as FORWARD_PASS
-from ..audit.report import Audit
-from .matrices import Matrices
+from ..layers import Matrices, after_forward, first
 
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 _CHECKED = 4  # batches whose loss is measured with a format in all layers
-Run = Callable[[int], torch.Tensor]  # the loss of the i-th batch
 
 
 @dataclass
@@ -65,12 +63,11 @@ class Layer:
 @dataclass(frozen=True)
 class Training:
     """steps: T, of the training that is planned; lr: r; is_adaptive: gradients are divided by the
-    root of their mean squares; terms: S, None: the rows of the product that ran last."""
+    root of their mean squares."""
 
     steps: int
     lr: float
     is_adaptive: bool
-    terms: int | None = None
 
     def harm(self, error: torch.Tensor, grad: torch.Tensor, terms: int) -> float:
         """Of a gradient that is off by `error` in each step."""
@@ -78,199 +75,162 @@ class Training:
         return 0.5 * self.steps * self.lr**2 * terms * power(weighted)
 
 
-def measure(
-    layers: Mapping[str, nn.Module],
-    params: Sequence[torch.Tensor],
-    run: Run,
-    batches: int,
-    recipes: Mapping[str, Recipe],
-    training: Training,
-    passes: int,
-    progress: Callable[[int, int], object],
-    audit: Audit,
-) -> dict[str, Layer]:
-    """Of the layers that run with a gradient, by name, in `passes` forward and backward passes.
-    audit: records one of them."""
-    found = {name: Layer(name, module) for name, module in layers.items()}
-    terms, order = 0, dict[str, None]()  # the last layer first
-    checked = min(batches, _CHECKED)
-    probes = min(len(layers), passes - batches - checked - 1)
-    total = batches + checked + 1 + probes
+class Sensitivities:
+    """Those of layers of a model, by name. run: the loss of the i-th of so many batches."""
 
-    def note(name: str, matrices: Matrices, products: list[str]) -> None:
-        nonlocal terms
-        terms = training.terms or terms or matrices.g.shape[0]  # of the product that ran last
-        order[name] = None
-        _measure(found[name], matrices, products, recipes, training, terms, batches)
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        params: Sequence[torch.Tensor],
+        run: Callable[[int], torch.Tensor],
+        batches: int,
+        recipes: Mapping[str, Recipe],
+        training: Training,
+    ) -> None:
+        self._modules, self._params, self._run = layers, params, run
+        self._batches, self._recipes, self._training = batches, recipes, training
+        self._layers = {name: Layer(name, module) for name, module in layers.items()}
+        self._terms = 0  # S: the rows of the product that ran last
+        self._order: dict[str, None] = {}  # of backward: the last layer first
 
-    for i in range(batches):
-        with watching(layers, note):
-            _gradients(params, run, i)
-        progress(i + 1, total)
-    curvature = _curvature(layers, found, recipes, run, checked)
-    progress(batches + checked, total)
-    # Of the gradients of inputs, as many as there are passes for.
-    reached = [name for name in order if found[name].off]
-    chosen = _spread(reached, probes)
-    with audit:
-        exact = _gradients(params, run, 0)
-    for i, name in enumerate(chosen):
-        found[name].reach = _reach(layers[name], params, exact, run, training, terms)
-        progress(total - len(chosen) + i + 1, total)
-    _interpolate([found[name] for name in reached], set(chosen))
-    for layer in found.values():
-        for recipe, off in layer.off.items():
-            layer.add(GRAD_INPUT, recipe, off * layer.reach / batches)
-        layer.harm = {
-            p: {recipe: curvature * value for recipe, value in layer.harm[p].items()}
-            for p in GEMMS
-            if p in layer.harm
+    def measure(
+        self, passes: int, progress: Callable[[int, int], object], audit: Audit
+    ) -> dict[str, Layer]:
+        """Of the layers that run with a gradient, in so many forward and backward passes. audit:
+        records one of them."""
+        batches, checked = self._batches, min(self._batches, _CHECKED)
+        probes = min(len(self._layers), passes - batches - checked - 1)
+        total = batches + checked + 1 + probes
+        for i in range(batches):
+            with after_forward(self._modules, self._watch):
+                self._gradients(i)
+            progress(i + 1, total)
+        curvature = self._curvature(checked)
+        progress(batches + checked, total)
+        # Of the gradients of inputs, as many as there are passes for.
+        reached = [name for name in self._order if self._layers[name].off]
+        chosen = _spread(reached, probes)
+        with audit:
+            exact = self._gradients(0)
+        for i, name in enumerate(chosen):
+            self._layers[name].reach = self._reach(self._modules[name], exact)
+            progress(total - len(chosen) + i + 1, total)
+        _interpolate([self._layers[name] for name in reached], set(chosen))
+        for layer in self._layers.values():
+            for recipe, off in layer.off.items():
+                layer.add(GRAD_INPUT, recipe, off * layer.reach / batches)
+            layer.harm = {
+                p: {recipe: curvature * value for recipe, value in layer.harm[p].items()}
+                for p in GEMMS
+                if p in layer.harm
+            }
+        return {name: self._layers[name] for name in self._order}
+
+    def _watch(self, name: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        """After a call of a layer: measure it in the backward pass."""
+        value, weight = x.detach(), module.weight
+        assert isinstance(weight, torch.Tensor)
+        needs = {FORWARD: True, GRAD_INPUT: x.requires_grad, GRAD_WEIGHT: weight.requires_grad}
+
+        def after(g: torch.Tensor) -> None:
+            with torch.no_grad(), autocast.disabled(g.device.type):
+                matrices = Matrices.of_layer(module, value, weight, g)
+                self._add(self._layers[name], matrices, [p for p in GEMMS if needs[p]])
+
+        if y.requires_grad:
+            y.register_hook(after)
+
+    def _add(self, layer: Layer, m: Matrices, products: list[str]) -> None:
+        batches, training = self._batches, self._training
+        self._terms = terms = self._terms or m.g.shape[0]
+        self._order[layer.name] = None
+        layer.flops += m.flops // batches
+        layer.x += m.x.numel() // batches
+        layer.y += m.g.numel() // batches
+        layer.w = m.w.numel()
+        for product in products:
+            exact = m.product(product, None)
+            for name, recipe in self._recipes.items():
+                error = m.product(product, recipe) - exact
+                if product == FORWARD:
+                    moved = error * m.g
+                    layer.add(product, name, 0.5 * terms * power(moved) / batches)
+                    layer.first[name] = layer.first.get(name, 0.0) + float(moved.sum()) / batches
+                elif product == GRAD_WEIGHT:
+                    layer.add(product, name, training.harm(error, exact, terms) / batches)
+                else:
+                    relative = power(error) / max(power(exact), 1e-300)
+                    layer.off[name] = layer.off.get(name, 0.0) + relative
+
+    def _curvature(self, batches: int) -> float:
+        """c: by how much the loss grows with the format that does most harm in the forward products
+        of all layers, as a part of what is estimated; 1 where it does not grow."""
+        measured = [layer for layer in self._layers.values() if layer.harm]
+        sums = {
+            name: sum(layer.harm[FORWARD][name] for layer in measured) for name in self._recipes
         }
-    return {name: found[name] for name in order}
+        worst = max(sums, key=lambda name: sums[name])
+
+        def off(_: str, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            weight: torch.Tensor = module.weight  # type: ignore[assignment]
+            with autocast.disabled(y.device.type):
+                m = Matrices.of_layer(module, x, weight, y)
+                error = m.product(FORWARD, self._recipes[worst]) - m.product(FORWARD, None)
+                return y + m.shaped(error, y, module).to(y.dtype)
+
+        with torch.no_grad():
+            before = sum(float(self._run(i)) for i in range(batches))
+            with after_forward(self._modules, off):
+                after = sum(float(self._run(i)) for i in range(batches))
+        grown = (after - before) / batches
+        return grown / sums[worst] if grown > 0.0 < sums[worst] else 1.0
+
+    def _reach(self, module: nn.Module, exact: Sequence[torch.Tensor | None]) -> float:
+        """The harm of a gradient of the layer's input to which as much noise is added, row by
+        row."""
+
+        def disturbed(g: torch.Tensor) -> torch.Tensor:
+            size = g.float().square().mean(-1, keepdim=True).sqrt()
+            return g + (torch.randn_like(g, dtype=torch.float32) * size).to(g.dtype)
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            x = first(args, kwargs)
+            if not x.requires_grad:
+                return None
+            other = x.view_as(x)
+            other.register_hook(disturbed)
+            if args:
+                return (other, *args[1:]), kwargs
+            return args, {**kwargs, next(iter(kwargs)): other}
+
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            grads = self._gradients(0)
+        finally:
+            handle.remove()
+        return sum(
+            self._training.harm(a.float() - b.float(), b.float(), self._terms)
+            for a, b in zip(grads, exact, strict=True)
+            if a is not None and b is not None
+        )
+
+    def _gradients(self, i: int) -> list[torch.Tensor | None]:
+        for p in self._params:
+            p.grad = None
+        self._run(i).backward()
+        grads = [p.grad for p in self._params]
+        for p in self._params:
+            p.grad = None
+        return grads
 
 
-def others(audit: Audit, layers: Mapping[str, Layer]) -> int:
+def unplanned_flops(audit: Audit, layers: Mapping[str, Layer]) -> int:
     """The FLOPs of a step that are not of these layers' products: of their own, as many as are in
     the audit."""
     ops = [op for op in audit.ops if op.phase in (FORWARD_PASS, BACKWARD)]
-    own = sum(op.flops for op in ops if op.module in layers)
+    listed = sum(op.flops for op in ops if op.module in layers)
     planned = sum(layer.flops * len(layer.harm) for layer in layers.values())
-    return round((sum(op.flops for op in ops) - own) * planned / own) if own else 0
-
-
-def _curvature(
-    layers: Mapping[str, nn.Module],
-    found: Mapping[str, Layer],
-    recipes: Mapping[str, Recipe],
-    run: Run,
-    batches: int,
-) -> float:
-    """c: by how much the loss grows with the format that does most harm in the forward products of
-    all layers, as a part of what is estimated; 1 where it does not grow."""
-    sums = {name: sum(f.harm[FORWARD][name] for f in found.values() if f.harm) for name in recipes}
-    worst = max(sums, key=lambda name: sums[name])
-
-    def off(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> torch.Tensor:
-        x, weight = args[0] if args else next(iter(kwargs.values())), module.weight
-        assert isinstance(weight, torch.Tensor)
-        with autocast.disabled(y.device.type):
-            m = Matrices.of_layer(module, x, weight, y)
-            error = m.product(FORWARD, recipes[worst]) - m.product(FORWARD, None)
-            return y + m.shaped(error, y, module).to(y.dtype)
-
-    with torch.no_grad():
-        before = sum(float(run(i)) for i in range(batches))
-        with ExitStack() as stack:
-            for module in layers.values():
-                stack.callback(module.register_forward_hook(off, with_kwargs=True).remove)
-            after = sum(float(run(i)) for i in range(batches))
-    grown = (after - before) / batches
-    return grown / sums[worst] if grown > 0.0 < sums[worst] else 1.0
-
-
-def _measure(
-    layer: Layer,
-    m: Matrices,
-    products: list[str],
-    recipes: Mapping[str, Recipe],
-    training: Training,
-    terms: int,
-    batches: int,
-) -> None:
-    layer.flops += m.flops // batches
-    layer.x += m.x.numel() // batches
-    layer.y += m.g.numel() // batches
-    layer.w = m.w.numel()
-    for product in products:
-        exact = m.product(product, None)
-        for name, recipe in recipes.items():
-            error = m.product(product, recipe) - exact
-            if product == FORWARD:
-                moved = error * m.g
-                layer.add(product, name, 0.5 * terms * power(moved) / batches)
-                layer.first[name] = layer.first.get(name, 0.0) + float(moved.sum()) / batches
-            elif product == GRAD_WEIGHT:
-                layer.add(product, name, training.harm(error, exact, terms) / batches)
-            else:
-                relative = power(error) / max(power(exact), 1e-300)
-                layer.off[name] = layer.off.get(name, 0.0) + relative
-
-
-def _reach(
-    layer: nn.Module,
-    params: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor | None],
-    run: Run,
-    training: Training,
-    terms: int,
-) -> float:
-    """The harm of a gradient of the layer's input to which as much noise is added, row by row."""
-
-    def disturbed(g: torch.Tensor) -> torch.Tensor:
-        size = g.float().square().mean(-1, keepdim=True).sqrt()
-        return g + (torch.randn_like(g, dtype=torch.float32) * size).to(g.dtype)
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if not x.requires_grad:
-            return None
-        other = x.view_as(x)
-        other.register_hook(disturbed)
-        if args:
-            return (other, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): other}
-
-    handle = layer.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        found = _gradients(params, run, 0)
-    finally:
-        handle.remove()
-    return sum(
-        training.harm(a.float() - b.float(), b.float(), terms)
-        for a, b in zip(found, exact, strict=True)
-        if a is not None and b is not None
-    )
-
-
-def _gradients(params: Sequence[torch.Tensor], run: Run, i: int) -> list[torch.Tensor | None]:
-    for p in params:
-        p.grad = None
-    run(i).backward()
-    found = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    return found
-
-
-@contextmanager
-def watching(
-    layers: Mapping[str, nn.Module], note: Callable[[str, Matrices, list[str]], None]
-) -> Iterator[None]:
-    """Call note(name, what the layer computes with, the products that it computes) of each call of
-    a layer, in the order of the backward pass."""
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            value, weight = x.detach(), module.weight
-            assert isinstance(weight, torch.Tensor)
-            needs = {FORWARD: True, GRAD_INPUT: x.requires_grad, GRAD_WEIGHT: weight.requires_grad}
-            products = [name for name, needed in needs.items() if needed]
-
-            def after(g: torch.Tensor) -> None:
-                with torch.no_grad(), autocast.disabled(g.device.type):
-                    note(name, Matrices.of_layer(module, value, weight, g), products)
-
-            if y.requires_grad:
-                y.register_hook(after)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in layers.items():
-            handle = module.register_forward_hook(watch(name), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
+    return round((sum(op.flops for op in ops) - listed) * planned / listed) if listed else 0
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Mapping
@@ -17,74 +18,8 @@ from ...nn.convert import convert
 from ...nn.kinds import adapters, layer_for
 from ...recipes import GEMMS, PREFIXES, Recipe
 from .. import plotting
-from ..audit.records import readable
-from ..report_table import aligned
-from .assignment import QUANTITIES, Assignment, Program
-from .cost import Costs
-
-
-def limits(budget: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} <= {limit:g}" for name, limit in budget.items())
-
-
-def summary(plan: Plan) -> str:
-    at = f" on {plan.hardware}" if plan.hardware else ", counted in FLOPs of bf16"
-    planned, total = _flops(plan)
-    lines = [
-        f"plan for {limits(plan.budget)}: loss +{plan.predicted['loss']:.4g} (bf16 "
-        f"+{plan.bf16['loss']:.4g}), time {plan.predicted['time']:.3f} of bf16's{at}, memory "
-        f"{plan.predicted['memory']:.3f} of what these layers keep in bf16; {readable(planned)} of "
-        f"{readable(total)}FLOP are planned"
-    ]
-    lines += (f"left out: {name}: {reason}" for name, reason in plan.left_out.items())
-    return "\n".join(lines)
-
-
-def _flops(plan: Plan) -> tuple[int, int]:
-    """Of the planned products of a step, and of all."""
-    planned = sum(row["flops"] * len(row["harm"]) for row in plan.measured.values())
-    return planned, planned + int(plan.rest["flops"])
-
-
-def table(plan: Plan) -> str:
-    total = _flops(plan)[1]
-    loss = plan.predicted["loss"] or 1.0
-    rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
-    for name, products in plan.assignment().items():
-        harm = plan.measured[name]["harm"]
-        own = sum(harm[product][recipe] for product, recipe in products.items())
-        flops = plan.measured[name]["flops"] * len(harm)
-        rows.append([
-            name or "(the model)", *(products.get(p, "-") for p in GEMMS), f"{own / loss:.1%}",
-            f"{flops / total:.1%}",
-        ])  # fmt: skip
-    return "\n".join(aligned(rows))
-
-
-def why(plan: Plan, layer: str) -> str:
-    if layer not in plan.measured:
-        reason = plan.left_out.get(layer)
-        if reason is None:
-            names = ", ".join(map(repr, plan.measured))
-            raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
-        return f"{layer} is left out: {reason}"
-    row, total = plan.measured[layer], plan.bf16["time"] + plan.rest["time"] or 1.0
-    lines = []
-    for product, recipe in plan.assignment()[layer].items():
-        harm, time = row["harm"][product], row["costs"]["product"][product]
-        said = f"{product} in {recipe}: loss +{harm[recipe]:.3g}"
-        for word, others in (
-            ("faster", [r for r in harm if time[r] < time[recipe]]),
-            ("better", [r for r in harm if harm[r] < harm[recipe]]),
-        ):
-            if others:
-                best = min(others, key=lambda r: (harm[r], time[r]))
-                said += (
-                    f"; {word} is {best}, loss +{harm[best]:.3g}, time "
-                    f"{(time[best] - time[recipe]) / total:+.2%}"
-                )
-        lines.append(said)
-    return "\n".join(lines)
+from ..writers import aligned, layer_name, prefixed
+from .program import QUANTITIES, Assignment, Costs, Program
 
 
 @dataclass
@@ -112,7 +47,7 @@ class Plan:
     @property
     def name(self) -> str:
         """What `mixprec.compare` calls it."""
-        return f"plan, {limits(self.budget)}"
+        return f"plan, {limits_text(self.budget)}"
 
     def apply(
         self, model: nn.Module, *, saved: Bits | None = None, fuse: bool = False
@@ -120,25 +55,25 @@ class Plan:
         """`mixprec.convert` the model, in place, with the recipe of each layer; what the plan has
         left out gets bf16. At any step of a training run. saved, fuse: as in `convert`. ValueError
         names the first layer that this model does not have as the planned one has it."""
-        found = convertible(model)
+        layers = convertible(model)
         for name, shape in self.shapes.items():
-            weight: Any = getattr(found.get(name), "weight", None)
+            weight: Any = getattr(layers.get(name), "weight", None)
             got = "none of that name" if weight is None else f"one of {list(weight.shape)}"
             if weight is None or list(weight.shape) != shape:
                 raise ValueError(
                     f"plan: this model must have a layer {name!r} with a weight of shape {shape}, "
                     f"as the one that was planned, got {got}"
                 )
-        if more := [name for name in found if name not in {*self.shapes, *self.left_out}]:
-            raise ValueError(f"plan: this model has a layer {more[0]!r} that was not planned")
-        overrides = {_escaped(name): recipe for name, recipe in self.recipes.items()}
+        if unplanned := [name for name in layers if name not in {*self.shapes, *self.left_out}]:
+            raise ValueError(f"plan: this model has a layer {unplanned[0]!r} that was not planned")
+        overrides = {glob.escape(name): recipe for name, recipe in self.recipes.items()}
         return convert(model, "bf16", overrides=overrides, saved=saved, fuse=fuse)
 
     def assignment(self) -> Assignment:
         """The name of the recipe of each product, by layer."""
         return {
-            name: {p: _named(recipe, p) for p in self.measured[name]["harm"]}
-            for name, recipe in self.recipes.items()
+            name: {p: Recipe.parse(r).product(p).name for p in self.measured[name]["harm"]}
+            for name, r in self.recipes.items()
             if name in self.measured
         }
 
@@ -162,18 +97,62 @@ class Plan:
         harm = {name: row["harm"] for name, row in self.measured.items()}
         return Program(harm, {name: Costs(**row["costs"]) for name, row in self.measured.items()})
 
+    def _flops(self) -> tuple[int, int]:
+        """Of the planned products of a step, and of all."""
+        planned = sum(row["flops"] * len(row["harm"]) for row in self.measured.values())
+        return planned, planned + int(self.rest["flops"])
+
     def table(self) -> str:
         """A line for each layer: the recipes of its products, its part of the loss and of the
         FLOPs."""
-        return table(self)
+        total, loss = self._flops()[1], self.predicted["loss"] or 1.0
+        rows = [["layer", *GEMMS, "of the loss", "of the FLOPs"]]
+        for name, products in self.assignment().items():
+            harm = self.measured[name]["harm"]
+            growth = sum(harm[product][recipe] for product, recipe in products.items())
+            flops = self.measured[name]["flops"] * len(harm)
+            recipes = (products.get(p, "-") for p in GEMMS)
+            rows.append(
+                [layer_name(name), *recipes, f"{growth / loss:.1%}", f"{flops / total:.1%}"]
+            )
+        return "\n".join(aligned(rows))
 
     def why(self, layer: str) -> str:
         """Why each product of a layer has its recipe: what the next cheaper one would add to the
         loss, and what the next better one would cost."""
-        return why(self, layer)
+        if layer not in self.measured:
+            reason = self.left_out.get(layer)
+            if reason is None:
+                names = ", ".join(map(repr, self.measured))
+                raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
+            return f"{layer} is left out: {reason}"
+        row, total = self.measured[layer], self.bf16["time"] + self.rest["time"] or 1.0
+        lines = []
+        for product, recipe in self.assignment()[layer].items():
+            harm, time = row["harm"][product], row["costs"]["product"][product]
+            line = f"{product} in {recipe}: loss +{harm[recipe]:.3g}"
+            for word, others in (
+                ("faster", [r for r in harm if time[r] < time[recipe]]),
+                ("better", [r for r in harm if harm[r] < harm[recipe]]),
+            ):
+                if others:
+                    best = min(others, key=lambda r: (harm[r], time[r]))
+                    added = (time[best] - time[recipe]) / total
+                    line += f"; {word} is {best}, loss +{harm[best]:.3g}, time {added:+.2%}"
+            lines.append(line)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        return f"{summary(self)}\n\n{self.table()}"
+        at = f" on {self.hardware}" if self.hardware else ", counted in FLOPs of bf16"
+        planned, total = map(prefixed, self._flops())
+        lines = [
+            f"plan for {limits_text(self.budget)}: loss +{self.predicted['loss']:.4g} (bf16 "
+            f"+{self.bf16['loss']:.4g}), time {self.predicted['time']:.3f} of bf16's{at}, memory "
+            f"{self.predicted['memory']:.3f} of what these layers keep in bf16; {planned} of "
+            f"{total}FLOP are planned",
+            *(f"left out: {name}: {reason}" for name, reason in self.left_out.items()),
+        ]
+        return "\n".join([*lines, "", self.table()])
 
     def front(self, points: int = 16) -> list[tuple[float, float]]:
         """(time, loss): the smallest loss that is predicted for each time, from the shortest to
@@ -181,14 +160,14 @@ class Plan:
         program, total, rest = self.program(), self.bf16["time"], self.rest["time"]
         fastest = program.solve(["time", "loss"], {})
         assert fastest is not None, "without limits"
-        least, found = program.value("time", fastest), dict[float, float]()
+        least, losses = program.value("time", fastest), dict[float, float]()
         for i in range(points):
             limit = least + (total - least) * i / (points - 1)
             best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
             if best is not None:
                 share = (program.value("time", best) + rest) / (total + rest)
-                found[share] = program.value("loss", best)
-        return sorted(found.items())
+                losses[share] = program.value("loss", best)
+        return sorted(losses.items())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
@@ -197,8 +176,8 @@ class Plan:
         names = next(iter(next(iter(self.measured.values()))["harm"].values()))
         points = {}
         for name in names:
-            found = prediction(program, program.uniform(name), self.bf16, self.rest)
-            points[name] = found["time"], found["loss"]
+            values = prediction(program, program.uniform(name), self.bf16, self.rest)
+            points[name] = values["time"], values["loss"]
         points["plan"] = self.predicted["time"], self.predicted["loss"]
         unit = f" on {self.hardware}" if self.hardware else ""
         plotting.save(plotting.plot_plan(self.front(), points, unit), path)
@@ -213,14 +192,14 @@ class Plan:
         layers that were measured. ValueError for a file of another kind, layers that the model did
         not have, and recipes that were not measured."""
         try:
-            found = json.loads(Path(path).read_text())
+            content = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"Plan.load: {path} must be JSON: {error}") from error
         names = {field.name for field in fields(Plan)}
-        valid = isinstance(found, dict) and found.pop("version", None) == 2
-        if not valid or found.keys() != names:
+        valid = isinstance(content, dict) and content.pop("version", None) == 2
+        if not valid or content.keys() != names:
             raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 2")
-        plan = Plan(**found)
+        plan = Plan(**content)
         if unknown := plan.recipes.keys() - plan.shapes.keys() - plan.left_out.keys():
             raise ValueError(f"Plan.load: there was no layer {min(unknown)!r} in the planned model")
         for name, recipe in plan.recipes.items():
@@ -232,13 +211,8 @@ class Plan:
         return plan.replaced(plan.assignment())
 
 
-def _named(recipe: str, product: str) -> str:
-    """The recipe of a product, of a name like "fp8+gi-bf16"."""
-    return Recipe.parse(recipe).product(product).name
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+def limits_text(budget: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} <= {limit:g}" for name, limit in budget.items())
 
 
 def convertible(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""The statistics of one cast, as one small tensor of sums that stays on the device."""
+"""What a cast by a recipe makes of a tensor: values, products of them, sums, SQNR, a histogram."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from ...formats import Format
-from ...functional import operands
-from ...functional.operands import Delayed
-from ...ops._reference import block_formats, scale_layout
-from ...ops._reference.block_formats import BLOCK_FORMATS, sizes
-from ...ops.dequantize import dequantize_mx_op
-from ...recipes import Recipe
+from ..formats import Format
+from ..functional import operands
+from ..functional._products import ROLES
+from ..functional.operands import Delayed
+from ..ops._reference import block_formats, scale_layout
+from ..ops._reference.block_formats import BLOCK_FORMATS, hadamard, sizes
+from ..ops.dequantize import dequantize_mx_op
+from ..recipes import Recipe
 
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
 # added; for amax and the scales the extremes are kept.
@@ -27,14 +28,14 @@ FIELDS = (
 )
 
 
-def _stacked(wide: torch.Tensor, **more: torch.Tensor | float) -> torch.Tensor:
-    """FIELDS of a tensor in FP32, in their order; NaN for a field that is not in `more`."""
+def _stacked(wide: torch.Tensor, **known: torch.Tensor | float) -> torch.Tensor:
+    """FIELDS of a tensor in FP32, in their order; NaN for a field that is not in `known`."""
     values = {
         "elements": float(wide.numel()),
         "amax": wide.abs().amax() if wide.numel() else wide.new_zeros(()),  # NaN if any is NaN
         "inf": torch.isinf(wide).sum(),
         "nan": torch.isnan(wide).sum(),
-        **more,
+        **known,
     }
     fields = []
     for name in FIELDS:
@@ -50,7 +51,7 @@ def squares(ref: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return signal.square().sum(), noise.square().sum()
 
 
-def decibels(signal: float, noise: float) -> float | None:
+def sqnr(signal: float, noise: float) -> float | None:
     """10 log10(signal / noise); inf for no noise, nan where either is not finite, None where both
     are 0."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
@@ -64,6 +65,42 @@ def largest_kept(fmt: Format) -> float:
     """The magnitude above which rounding to nearest would go beyond fmt.max: max + half a step."""
     step = 2.0 ** math.floor(math.log2(fmt.max)) * fmt.eps
     return fmt.max + step / 2
+
+
+def decoded(
+    operand: operands.Matrix, x: torch.Tensor, block_format: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The values of a cast of x [M, K], its scale_inv, and the one of each element, all FP32."""
+    m, k = x.shape
+    scale_inv, tensor = operand.scale_inv, operand.tensor_scale_inv
+    assert scale_inv is not None
+    if block_format is None:
+        each = scale_layout.expand(scale_inv, m, k)
+        return operand.data.float() * each, scale_inv, each
+    scale_inv = scale_layout.unswizzle(scale_inv, m, sizes(block_format, k)[1])
+    kept = dequantize_mx_op(operand.data, scale_inv, tensor, block_format, k, torch.float32)
+    wide = block_formats.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
+    size = BLOCK_FORMATS[block_format].block
+    return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]
+
+
+def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool = False) -> torch.Tensor:
+    """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
+    rows = rows.float().contiguous()
+    rows = hadamard(rows) if is_rotated else rows
+    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False).matrix
+    if operand.scale_inv is None:
+        return operand.data.float()
+    return decoded(operand, rows, recipe.block_format(role))[0]
+
+
+def product(
+    recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
+) -> torch.Tensor:
+    """a [M, K] @ b_t [N, K]^T in FP32, of what the recipe makes of them in these roles."""
+    recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
+    is_rotated = recipe.hadamard and {*roles} == {"g", "x"}
+    return cast(recipe, roles[0], a, is_rotated) @ cast(recipe, roles[1], b_t, is_rotated).t()
 
 
 @torch.no_grad()
@@ -103,23 +140,6 @@ def cast_sums(
     return _stacked(wide, scale_min=low, scale_max=high, **lost)
 
 
-def decoded(
-    operand: operands.Matrix, x: torch.Tensor, block_format: str | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The values of a cast of x [M, K], its scale_inv, and the one of each element, all FP32."""
-    m, k = x.shape
-    scale_inv, tensor = operand.scale_inv, operand.tensor_scale_inv
-    assert scale_inv is not None
-    if block_format is None:
-        each = scale_layout.expand(scale_inv, m, k)
-        return operand.data.float() * each, scale_inv, each
-    scale_inv = scale_layout.unswizzle(scale_inv, m, sizes(block_format, k)[1])
-    kept = dequantize_mx_op(operand.data, scale_inv, tensor, block_format, k, torch.float32)
-    wide = block_formats.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
-    size = BLOCK_FORMATS[block_format].block
-    return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]
-
-
 @torch.no_grad()
 def output_sums(y: torch.Tensor, ref: torch.Tensor | None) -> torch.Tensor:
     """FIELDS of a layer's output y, whose scale is 1. ref: the same in FP32; without it overflow,
@@ -156,8 +176,8 @@ class Histogram:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file that the page docs/explorer.html reads."""
-        found = {"format": "mixprec histogram", "version": 1, **asdict(self)}
-        Path(path).write_text(json.dumps(found))
+        content = {"format": "mixprec histogram", "version": 1, **asdict(self)}
+        Path(path).write_text(json.dumps(content))
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:
@@ -186,5 +206,5 @@ def histogram(tensor: torch.Tensor) -> Histogram:
         counts += torch.bincount(finite >> _SHIFT << 1 | between, minlength=len(counts)).cpu()
     keys = counts.nonzero().flatten()
     zeros, inf, nan = special.tolist()
-    found = dict(zip(keys.tolist(), counts[keys].tolist(), strict=True))
-    return Histogram(tensor.numel(), zeros, inf, nan, found)
+    by_bits = dict(zip(keys.tolist(), counts[keys].tolist(), strict=True))
+    return Histogram(tensor.numel(), zeros, inf, nan, by_bits)
