@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from stats_models import Net, measured, of, one_linear, one_step
+from test_stats import Net, measured, of, one_linear, one_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
