@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import logging
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,24 +75,6 @@ def test_known_blocks_are_fused_and_compute_the_same(
             assert float(sqnr(grad, got[name])) > floor, (type(model).__name__, name)
         mixprec.unconvert(fused)
         assert [type(m) for m in fused.modules()] == [type(m) for m in model.modules()]
-
-
-def test_compiled_as_eager() -> None:
-    model, _ = next(models())
-    tokens = torch.randint(0, 100, (2, 32))
-    mixprec.convert(model, "bf16", fuse=True)
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    losses = [m(input_ids=tokens, labels=tokens).loss for m in (model, compiled)]
-    assert torch.equal(*losses)
-
-
-def test_fused_models_are_copied_and_pickled() -> None:
-    tokens = torch.randint(0, 100, (2, 9))
-    for model, _ in models():
-        mixprec.convert(model.eval(), "bf16", fuse=True)
-        y = model(tokens).logits
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(tokens).logits, y)
 
 
 def test_what_transformers_asks_of_a_class_stays(tmp_path: Path) -> None:

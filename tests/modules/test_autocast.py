@@ -138,19 +138,6 @@ def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
             assert x.exp().dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", [None, "bf16"])
-def test_under_compile(recipe: str | None) -> None:
-    converted, x = model(), torch.randn(4, 32).bfloat16()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with mixprec.autocast(recipe):
-            return F.softmax(converted(x), -1)
-
-    expected = run(x)
-    assert expected.dtype == torch.float32
-    assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
-
-
 def test_a_recipe_with_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
         mixprec.autocast("fp8-delayed")

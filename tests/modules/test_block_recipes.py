@@ -31,18 +31,6 @@ def products(
     return [y.detach(), *torch.autograd.grad(y, (x, w), g)]
 
 
-@for_each("columns", [0, 1, 16, 37])
-def test_hadamard_is_orthogonal(columns: int) -> None:
-    a, b = (normal((rows, columns), torch.float32, seed=rows) for rows in (5, 7))
-    ra, rb = hadamard(a), hadamard(b)
-    assert ra.shape == (5, -(-columns // BLOCK) * BLOCK)
-    torch.testing.assert_close(ra @ rb.t(), a @ b.t(), rtol=1e-5, atol=1e-5)
-    q = hadamard(torch.eye(BLOCK))
-    assert torch.equal(q @ q.t(), torch.eye(BLOCK))
-    assert torch.equal(q.abs(), torch.full((BLOCK, BLOCK), 0.25))
-    assert torch.equal(hadamard(a.bfloat16()), hadamard(a.bfloat16().float()))
-
-
 def test_the_mean_of_stochastic_gradients_is_exact() -> None:
     """Of g rounded 400 times, within 5 standard deviations; nearest is biased by far more."""
     recipe = replace(RECIPES["mxfp4"], x="e4m3", w="e4m3")

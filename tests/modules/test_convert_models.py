@@ -13,21 +13,6 @@ import mixprec
 from mixprec.functional import observed
 from mixprec.nn.kinds import coverage
 
-# The library, its class or name, its settings, and what is left: kinds of modules.
-TRANSFORMERS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "GPT2LMHeadModel": ({"n_embd": 64, "n_layer": 2, "n_head": 4}, set()),
-    "LlamaForCausalLM": ({}, set()),
-    "MixtralForCausalLM": ({"num_local_experts": 4}, {"MixtralTopKRouter"}),
-    "BertForMaskedLM": ({}, set()),
-    "T5ForConditionalGeneration": ({"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4}, set()),
-    "ViTForImageClassification": ({"image_size": 32, "patch_size": 8}, {"ViTEmbeddings"}),
-    "Qwen3MoeForCausalLM": (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-        {"Qwen3MoeTopKRouter"},
-    ),
-}  # fmt: skip
-COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
 TIMM = {"nfnet_f0": set(), "convnext_atto": set(), "vit_tiny_patch16_224": {"VisionTransformer"},
         "swin_tiny_patch4_window7_224": {"WindowAttention"}, "efficientnet_b0": set()}  # fmt: skip
 TORCHVISION = {"resnet18": set(), "vit_b_16": {"VisionTransformer", "Encoder"}}
@@ -68,22 +53,6 @@ def check(model: nn.Module, left: set[str], least: float = 0.97, **inputs: Any) 
     assert all(now[name] is value for name, value in state.items())
     if expected:
         assert all(map(torch.equal, run(model, *args, **inputs), expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    settings, left = TRANSFORMERS[name]
-    kind = getattr(transformers, name)
-    config = kind.config_class(**{**COMMON, **settings})
-    ids = torch.randint(0, 128, (2, 8))
-    inputs = {"input_ids": ids}
-    if name.startswith("ViT"):
-        inputs = {"pixel_values": torch.randn(1, 3, 32, 32)}
-    if name.startswith("T5"):
-        inputs["decoder_input_ids"] = ids
-    check(kind(config), left, 0.9, **inputs)  # the router of a small mixture is not that small
 
 
 @pytest.mark.slow

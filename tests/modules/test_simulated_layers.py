@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import for_each, normal
+from models import Model
 
 import mixprec
 from mixprec.functional import operands
@@ -96,17 +97,6 @@ def test_second_derivatives() -> None:
     assert torch.allclose(*seconds, rtol=0.05, atol=0.5)
 
 
-def test_compiled_block() -> None:
-    a = normal((9, 256), torch.float32).to(torch.float8_e4m3fn)
-
-    def product() -> torch.Tensor:
-        with mixprec.simulate("hopper"):
-            return mixprec.gemm(a, a.t(), out_dtype=torch.float32)
-
-    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(), product())
-
-
 def test_flops_are_counted() -> None:
     layer = layer_of("fp8")
     with mixprec.simulate("hopper"), torch.no_grad(), mixprec.audit(layer) as audit:
@@ -114,19 +104,14 @@ def test_flops_are_counted() -> None:
     assert [*audit.decided] == ["recipe fp8"]
 
 
-class MeanSquare(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1024, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).float().square().mean()
-
-
 def test_compare_as_a_gpu() -> None:
+    def mean_square() -> torch.nn.Module:
+        layer = torch.nn.Linear(1024, 16)
+        return Model(lambda self, x: self.layer(x).float().square().mean(), layer=layer)
+
     short = replace(FP8, fast_accum=True)  # long sums lose the most
     batches = [normal((32, 1024), torch.float32, i).abs() for i in range(3)]
-    arguments = MeanSquare, batches, ("fp32", short)
+    arguments = mean_square, batches, ("fp32", short)
     plain, hopper = (mixprec.compare(*arguments, simulate=arch) for arch in (None, "hopper"))
     assert hopper.options["simulate"] == "hopper"
     assert "simulate" not in plain.options

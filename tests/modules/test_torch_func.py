@@ -13,6 +13,7 @@ import independent as ind
 import pytest
 import torch
 from cases import for_each
+from models import Model
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -228,19 +229,27 @@ def test_vmap_in_torchs_autocast_to_any_16_bits(recipe: str, dtype: torch.dtype)
 # Several gradients in one call: is_grads_batched, and jacobian with vectorize
 
 
-class CausalAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+def fused(*parts: nn.Module) -> Callable[[str], nn.Module]:
+    return lambda recipe: mixprec.convert(nn.Sequential(*parts), recipe, fuse=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+
+def causal_attention() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (2, 48)).transpose(-2, -3).chunk(3, -1)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(-2, -3).flatten(-2))
 
+    return Model(forward, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
 
-def fused(*parts: nn.Module) -> Callable[[str], nn.Module]:
-    return lambda recipe: mixprec.convert(nn.Sequential(*parts), recipe, fuse=True)
+
+def experts(recipe: str) -> nn.Module:
+    ends, weight = torch.tensor([2, 6], dtype=torch.int32), nn.Parameter(torch.randn(2, 16, 32))
+    return Model(lambda self, x: grouped_linear(x, self.w, ends, recipe=recipe), w=weight)
+
+
+def again(recipe: str) -> nn.Module:
+    inner = mixprec.convert(nn.Linear(32, 16), recipe)
+    return Model(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=inner)
 
 
 CLIPPED = dataclasses.replace(mixprec.Recipe.parse("fp16"), clip_activations=True)
@@ -248,39 +257,15 @@ BATCHED: dict[str, tuple[Callable[[str], Any], tuple[int, ...]]] = {
     "linear": (lambda r: mixprec.convert(nn.Linear(32, 16), r), (3, 32)),
     "norm": (fused(nn.LayerNorm(32), nn.Linear(32, 32)), (3, 32)),
     "mlp": (fused(nn.RMSNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), (3, 32)),
-    "attention": (lambda r: mixprec.convert(CausalAttention(), r, fuse=True), (2, 4, 32)),
+    "attention": (lambda r: mixprec.convert(causal_attention(), r, fuse=True), (2, 4, 32)),
     "conv": (lambda r: mixprec.convert(nn.Conv2d(4, 8, 3), r), (2, 4, 5, 5)),
     "conv 1": (lambda r: mixprec.convert(nn.Conv2d(4, 8, 1), r), (2, 4, 3, 3)),
     "transposed": (lambda r: mixprec.convert(nn.ConvTranspose1d(4, 8, 3), r), (2, 4, 5)),
-    "experts": (lambda r: Experts(r), (6, 32)),
+    "experts": (experts, (6, 32)),
     "loss": (lambda r: mixprec.nn.LinearCrossEntropy(32, 10, reduction="none", recipe=r), (6, 32)),
-    "checkpoint": (lambda r: Again(mixprec.convert(nn.Linear(32, 16), r)), (3, 32)),
+    "checkpoint": (again, (3, 32)),
     "clipped": (lambda _: mixprec.convert(nn.Linear(32, 16), CLIPPED), (3, 32)),
 }
-
-
-class First(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
-
-
-class Again(First):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Experts(nn.Module):
-    def __init__(self, recipe: str) -> None:
-        super().__init__()
-        self.recipe, self.weight = recipe, nn.Parameter(torch.randn(2, 16, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([2, 6], dtype=torch.int32)
-        return grouped_linear(x, self.weight, ends, recipe=self.recipe)
 
 
 @for_each("recipe", ["bf16", "fp8", "fp8-rowwise", "fp8-block"])
