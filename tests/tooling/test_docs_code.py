@@ -124,22 +124,6 @@ def test_blocks_run(
     assert not hidden, "code without a fence, which no test runs"
 
 
-def test_what_a_block_runs_after() -> None:
-    fence = "```python\n{}```\n"
-    code = ("a = 1\n", "# continues the block above\nb = a\n", '# after "One"\nc = b\n', "d = 2\n")
-    text = "# One\n" + fence.format(code[0]) + fence.format(code[1])
-    page = [*blocks("page.md", text + "## Two\n" + fence.format(code[2]) + fence.format(code[3]))]
-    assert [(block.line, block.heading) for block in page] == [
-        *((2, "One"), (5, "One")),
-        *((10, "Two"), (14, "Two")),
-    ]
-    assert chains(page) == [page[:3], page[3:]]
-    for wrong in ("# continues the block above\n", '# after "Two"\n'):
-        block = Block("page.md", 1, "One", wrong)
-        with pytest.raises(AssertionError, match=r"page.md:1: no block before it is meant"):
-            chain(block, [block])
-
-
 # docs/coming_from.md: the right column of every table runs
 
 

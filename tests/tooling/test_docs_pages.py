@@ -105,17 +105,3 @@ def test_pyproject_promises_what_was_tested() -> None:
     python, torch = VERSIONS["PAIRS"][0].split("-")
     assert f'requires-python = ">={python}"' in text
     assert f'dependencies = ["torch>={torch}"]' in text
-
-
-OUTPUTS = (
-    ("== 1 failed, 12 passed, 3 skipped, 1 error in 61.20s (0:01:01) ==", (12, 2, 3, None)),
-    ("12 passed, 3 skipped in 1.20s\nmake test: 7 s", (12, 0, 3, 7)),
-    ("error: command 'g++' failed with exit code 1", (0, 0, 0, None)),
-)
-
-
-@pytest.mark.parametrize(("text", "counts"), OUTPUTS)
-def test_counts_are_read_from_the_last_line(
-    text: str, counts: tuple[int, int, int, int | None]
-) -> None:
-    assert tuple(VERSIONS["counts"](text + "\n").values()) == counts

@@ -473,6 +473,8 @@ def test_the_page(tmp_path: Path) -> None:
         op.flops for op in audit.ops if op.module is not None
     )
     assert "http" not in text.replace("http://www.w3.org", "")
+    assert not re.search(r"<(link|iframe|img|object|embed)|\b(src|href|data)=|url\(|@import", text)
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(", text)
     assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
         "#d94801", "#238b45", "#74c476", "#969696",
     ]  # fmt: skip

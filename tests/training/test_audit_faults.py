@@ -405,17 +405,6 @@ def test_experts_that_autocast_does_not_know() -> None:
     )
 
 
-def test_fp8_that_was_asked_for_and_did_not_run() -> None:
-    """hiyouga/LlamaFactory 9500: FP8 was on in the settings, no layer was converted, and the run
-    was in BF16 without a word."""
-    low = X.bfloat16()
-    check(
-        lambda: step(layers().bfloat16(), mixprec.autocast("fp8"), x=low),
-        "mixprec.autocast fp8 is on, and no product uses it",
-        lambda: step(converted(layers().bfloat16(), "fp8"), mixprec.autocast("fp8"), x=low),
-    )
-
-
 def test_a_gradient_summed_in_16_bits_chunk_by_chunk() -> None:
     """linkedin/Liger-Kernel 1391: the gradient of the head is rounded to BF16 after each chunk."""
 
@@ -427,20 +416,3 @@ def test_a_gradient_summed_in_16_bits_chunk_by_chunk() -> None:
         rf"^.*/audit_steps.py:\d+: 4 products are summed in bf16, .* \[{D}, {D}\]: sum the chunks"
     )
     check(lambda: of(LOW), found, lambda: of(torch.float32))
-
-
-@pytest.mark.parametrize("filter_sees", ["layer", "model"])
-def test_a_head_that_was_to_stay_as_it_is(filter_sees: str) -> None:
-    """huggingface/accelerate 4147 (the filter looked for the first and the last layer in the layer
-    that it was given) and pytorch/torchtitan 4008 (it named a head that is called otherwise): the
-    head ran in FP8. This is no fault in itself, and no finding: the rows of the table show it."""
-    model = layers(depth=3)
-
-    def is_between(layer: nn.Module, fqn: str) -> bool:
-        of = layer if filter_sees == "layer" else model
-        names = [name for name, m in of.named_modules() if isinstance(m, nn.Linear)]
-        return fqn not in (names[0], names[-1])
-
-    audit = mixprec.audit(converted(model, "fp8", module_filter_fn=is_between), X, loss=loss_of)
-    found = {op.module for op in audit.ops if op.decided == "recipe fp8"}
-    assert found == ({"0", "2", "4"} if filter_sees == "layer" else {"2"})
