@@ -120,6 +120,14 @@ def test_errors() -> None:
             mixprec.cast_parameters(nn.Linear(2, 2), wrong)
     with pytest.raises(TypeError, match=r"cast_parameters: model must be a torch.nn.Module"):
         mixprec.cast_parameters(torch.zeros(2), LOW)
+    block = Block()
+    for option in ("keep_fp32", "buffers"):
+        match = rf"cast_parameters: {option} has 'routr\.\*', which mat"
+        with pytest.raises(ValueError, match=match):
+            mixprec.cast_parameters(block, LOW, **{option: ["routr.*"]})
+        with pytest.raises(TypeError, match=f"{option} must be a list of patterns"):
+            mixprec.cast_parameters(block, LOW, **{option: "router.*"})
+    assert block.router.weight.dtype == torch.float32
 
 
 class LlamaRMSNorm(nn.Module):
@@ -248,16 +256,6 @@ def test_patterns_add_parameters_to_keep_and_buffers_to_cast() -> None:
     assert model[0].mixed.bias.dtype == LOW
     assert model[0].attn_mask.dtype == LOW
     assert model[0].inv_freq.dtype == model[0].batch_norm.running_mean.dtype == torch.float32
-
-
-@pytest.mark.parametrize("option", ["keep_fp32", "buffers"])
-def test_a_pattern_without_a_match_changes_nothing(option: str) -> None:
-    block = Block()
-    with pytest.raises(ValueError, match=rf"cast_parameters: {option} has 'routr\.\*', which mat"):
-        mixprec.cast_parameters(block, LOW, **{option: ["routr.*"]})
-    with pytest.raises(TypeError, match=f"{option} must be a list of patterns"):
-        mixprec.cast_parameters(block, LOW, **{option: "router.*"})
-    assert block.router.weight.dtype == torch.float32
 
 
 # Models with buffers: what trains after .bfloat16() trains after cast_parameters

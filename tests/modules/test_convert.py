@@ -98,9 +98,9 @@ def test_filter_gets_the_module_its_path_and_its_recipe(caplog: pytest.LogCaptur
 
 def test_a_root_that_is_a_layer_is_returned_converted() -> None:
     linear = nn.Linear(4, 4)
-    got = convert(linear, "bf16")
+    got = convert(linear, torch.bfloat16)
     assert type(got) is Linear
-    assert (got.name, got.weight) == ("", linear.weight)
+    assert (got.name, got.weight, got.recipe.name) == ("", linear.weight, "bf16")
     assert convert(got, "fp8") is got
     assert convert(linear, "fp8", lambda module, fqn: fqn != "") is linear
     assert convert(linear, overrides={"": "bf16"}).recipe.name == "bf16"
@@ -132,14 +132,6 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     assert snapshot(model) == before
 
 
-def test_dtypes_are_recipes_and_fuse_is_a_bool() -> None:
-    assert convert(nn.Linear(2, 2), torch.bfloat16).recipe.name == "bf16"
-    layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="convert: fuse must be True or False, got 'yes'"):
-        convert(layer, "bf16", fuse="yes")
-    assert type(layer) is nn.Linear
-
-
 def test_convert_refuses_before_it_changes_anything() -> None:
     for second in (nn.Linear(4, 4), nn.Conv2d(1, 1, 1)):
         model = nn.Sequential(nn.Linear(4, 4), second)
@@ -150,6 +142,13 @@ def test_convert_refuses_before_it_changes_anything() -> None:
     for wrong in ({"recipe": "fp9"}, {"overrides": {"0": "fp9"}}):
         with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
             convert(model, **wrong)
+    with pytest.raises(TypeError, match="convert: fuse must be True or False, got 'yes'"):
+        convert(model, "bf16", fuse="yes")
+    assert type(model[0]) is nn.Linear
+    model = nn.Sequential(nn.Embedding(1, 1), nn.Embedding(1, 1), nn.ReLU())
+    nothing = r"no linear layer, convolution or attention to convert in: 2 Embedding, 1 Seq"
+    with pytest.warns(UserWarning, match=nothing):
+        assert convert(model) is model
 
 
 def test_overrides_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,13 +176,6 @@ def test_a_pattern_that_matches_nothing_is_told_the_names() -> None:
     with pytest.raises(ValueError, match=r"got \['head'\]; there are: 'blocks.0.up'"):
         convert(model, "fp8", lambda module, fqn: fqn != "head", {"head": "bf16"})
     assert not any(isinstance(m, Linear) for m in model.modules())
-
-
-def test_a_model_without_layers_to_convert() -> None:
-    model = nn.Sequential(nn.Embedding(1, 1), nn.Embedding(1, 1), nn.ReLU())
-    nothing = r"no linear layer, convolution or attention to convert in: 2 Embedding, 1 Seq"
-    with pytest.warns(UserWarning, match=nothing):
-        assert convert(model) is model
 
 
 def test_the_name_that_torchao_users_know() -> None:
@@ -256,7 +248,4 @@ def test_other_convolutions_save_memory_alone(
         "worthwhile: stem (in 8192, out 8192) stays: fp8, "
         "a convolution that is not 1x1 saves memory, not time"
     )
-
-
-def test_other_modules_are_none_of_its_business() -> None:
-    assert worthwhile(nn.LayerNorm(4), "norm")
+    assert worthwhile(nn.LayerNorm(4), "norm"), "other modules are none of its business"

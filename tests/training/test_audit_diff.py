@@ -176,18 +176,6 @@ def test_an_op_that_is_wrong_by_itself(wrong: str, monkeypatch: pytest.MonkeyPat
     assert f"in the second step {said} is off by" in diff.said
 
 
-def test_bisect_leaves_both_as_they_were() -> None:
-    a, b = model(), prepared("fp8", model())
-    before = [copy.deepcopy(m.state_dict()) for m in (a, b)]
-    state = torch.get_rng_state()
-    assert mixprec.bisect(a, b, TOKENS).first is None
-    assert torch.equal(state, torch.get_rng_state())
-    for m, values in zip((a, b), before, strict=True):
-        assert all(p.grad is None for p in m.parameters())
-        for key, value in m.state_dict().items():
-            assert torch.equal(value, values[key])
-
-
 def test_models_without_a_common_op() -> None:
     a, b = nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.ReLU(), nn.Linear(6, 5))
     with pytest.raises(ValueError, match=r"no op in common: 0, y in forward, of the first"):

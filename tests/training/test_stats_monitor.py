@@ -140,8 +140,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match="every must be an int of 1 or more"):
             Monitor(one_linear(), every=every)  # type: ignore[arg-type]
-    assert Monitor(one_linear()).table() == "nothing was sampled"
-    Monitor(one_linear()).to_jsonl(tmp_path / "none.jsonl")
+    monitor = Monitor(one_linear())
+    for wrong in (print, "runs/1", logging.getLogger("mixprec")):  # its log() takes a level
+        with pytest.raises(TypeError, match=r"add_scalar\(tag, .* or log\(dict, step=\), .* got "):
+            monitor.to_logger(wrong)
+    assert monitor.table() == "nothing was sampled"
+    monitor.to_jsonl(tmp_path / "none.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,13 +172,6 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     logged = [(call.args[0], call.kwargs["step"]) for call in wandb.log.call_args_list]
     assert [step for _, step in logged] == [0, 1, 2, 3]
     assert [(*number, step) for numbers, step in logged for number in numbers.items()] == added
-
-
-def test_what_is_no_logger() -> None:
-    monitor = Monitor(one_linear())
-    for wrong in (print, "runs/1", logging.getLogger("mixprec")):  # its log() takes a level
-        with pytest.raises(TypeError, match=r"add_scalar\(tag, .* or log\(dict, step=\), .* got "):
-            monitor.to_logger(wrong)
 
 
 def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:
