@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Model as Parts
 from torch import nn
 from torch.nn import functional as F
 
@@ -248,25 +249,16 @@ def test_distances_of_sketches() -> None:
     assert math.isinf(distance(sketch(x), sketch(x / 0)))
 
 
-class Times(nn.Module):
-    """x @ w, of which torch computes x^T g; of a linear layer it computes g^T x."""
-
-    def __init__(self, is_linear: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        w = torch.randn(24, 16)
-        self.w, self.is_linear = nn.Parameter(w.t().contiguous() if is_linear else w), is_linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.w) if self.is_linear else x @ self.w
-
-
 def test_gradients_of_weights_have_one_orientation() -> None:
+    """Of x @ w torch computes x^T g; of a linear layer it computes g^T x."""
     x, g = torch.randn(8, 24), torch.randn(8, 16)
     steps = []
-    for is_linear in (False, True):
-        with mixprec.audit(times := Times(is_linear), sqnr=True) as audit:
-            times(x).backward(g)
+    w = torch.randn(24, 16)
+    times = Parts(lambda self, x: x @ self.w, w=nn.Parameter(w))
+    linear = Parts(lambda self, x: F.linear(x, self.w), w=nn.Parameter(w.t().contiguous()))
+    for model in (times, linear):
+        with mixprec.audit(model, sqnr=True) as audit:
+            model(x).backward(g)
         steps.append(audit)
     diff = steps[0].diff(steps[1])
     (place,) = [place for place in diff.places if place.op == "grad_weight"]
@@ -276,17 +268,10 @@ def test_gradients_of_weights_have_one_orientation() -> None:
 
 def test_layers_that_torch_computes_in_other_ways() -> None:
     """A bias that is added later, attention's projections in one product, gradients that cancel."""
-
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(32, 16), nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x.transpose(1, 2)))
-
+    layers = {"first": nn.Linear(32, 16), "last": nn.Linear(16, 4)}
+    transposed = Parts(lambda self, x: self.last(self.first(x.transpose(1, 2))), **layers)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    for m, x in ((Transposed(), torch.randn(2, 32, 6)), (encoder, torch.randn(2, 6, 32))):
+    for m, x in ((transposed, torch.randn(2, 32, 6)), (encoder, torch.randn(2, 6, 32))):
         for recipe in ("bf16", "fp8", "nvfp4"):
             other = mixprec.convert(copy.deepcopy(m), recipe, fuse=True)
             diff = mixprec.bisect(m, other, x, loss=lambda y: y.sin().mean())
@@ -301,19 +286,15 @@ def test_names_that_torch_compile_gives() -> None:
 def test_what_amplifies_a_rounding_error() -> None:
     """A difference of two numbers that are nearly the same."""
 
-    class Cancels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
-            with torch.no_grad():
-                self.b.weight[:, 8:] = -self.b.weight[:, :8] * 1.01
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.a(x)
-            return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
 
     torch.manual_seed(0)
-    cancels, x = Cancels(), torch.randn(8, 16)
+    cancels = Parts(forward, **{name: nn.Linear(16, 16, bias=False) for name in "abc"})
+    with torch.no_grad():
+        cancels.b.weight[:, 8:] = -cancels.b.weight[:, :8] * 1.01
+    x = torch.randn(8, 16)
     before = copy.deepcopy(cancels.state_dict())
     diff = mixprec.bisect(cancels, None, x, loss=torch.sum, perturb=True)
     (place, factor), *_ = diff.amplifiers()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from independent import assert_same_bits
+from models import Model as Parts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -171,15 +172,7 @@ def test_predicted_is_what_the_loss_grows_by(loss: Any) -> None:
         target = x[:, :8].argmax(-1) if loss is F.cross_entropy else x[:, :8].tanh()
         data.append((x, target))
 
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(self.net(x), target)
-
-    task = Task()
+    task = Parts(lambda self, x, target: loss(self.net(x), target), net=net)
     optimizer = torch.optim.AdamW(task.parameters(), 3e-3)
     for _ in range(30):
         for batch in data:

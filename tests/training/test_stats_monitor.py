@@ -7,10 +7,12 @@ import json
 import logging
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from models import Model
 from test_stats import Net, measured, of, one_linear, one_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -85,21 +87,15 @@ def test_one_transfer_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(monitor.records) == 3
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.last = nn.Linear(16, 16)  # after it: a repeated forward ends where it may
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: self.last(self.inner(x)), x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_repeated_forward_counts_once(reentrant: bool) -> None:
-    model = mixprec.convert(Checkpointed(reentrant), "fp8")
-    monitor = measured(model, torch.randn(8, 16, requires_grad=True))
+    """`last` is after it: a repeated forward ends where it may."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.last(self.inner(x)), x, use_reentrant=reentrant)
+
+    model = Model(forward, inner=nn.Linear(16, 16), last=nn.Linear(16, 16))
+    monitor = measured(mixprec.convert(model, "fp8"), torch.randn(8, 16, requires_grad=True))
     assert [of(monitor, "inner", t)["calls"] for t in "xwgy"] == [1, 1, 1, 1]
 
 
