@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,22 @@ from torch.profiler import profile
 
 import mixprec
 from mixprec import functional
+from mixprec.functional import operands
 from mixprec.nn import MLP, GatedMLP, NormLinear
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
 WITHOUT_STATE = tuple(r for r, recipe in RECIPES.items() if not recipe.is_delayed)
+MXFP8, FP32 = RECIPES["mxfp8"], torch.float32
+# recipes of block formats, and the dtypes of what the fused ops return
+MX = {
+    "mxfp8": (MXFP8, {torch.float8_e4m3fn}),
+    "e5m2 gradients": (replace(MXFP8, g="e5m2"), {torch.float8_e4m3fn, torch.float8_e5m2}),
+    "stochastic": (replace(MXFP8, stochastic_rounding=("g",)), {torch.float8_e4m3fn, FP32}),
+    "hadamard": (replace(MXFP8, hadamard=True), {FP32}),
+    "scale_mode": (replace(MXFP8, scale_mode="even"), {FP32}),
+    "mxfp4": (RECIPES["mxfp4"], {FP32}),
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -91,6 +103,34 @@ def test_the_modules_learn_like_torchs(recipe: str) -> None:
     floor = {4: 2, 8: 8, 16: 30}[RECIPES[recipe].x.bits]
     for key, exact in expected.items():
         assert float(sqnr(exact, got[key])) > floor, key
+
+
+@pytest.mark.parametrize("recipe", MX)
+def test_mx_of_the_fused_ops_is_that_of_quantize(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as with FP32 values that are cast by an op of their own; which recipes do."""
+    given, casts_to = MX[recipe]
+    seen = set()
+    make = operands.OperandCast.make
+
+    def recorded(*arguments: Any) -> operands.OperandCast:
+        seen.add(make(*arguments).cast.dtype)
+        return make(*arguments)
+
+    def plain(*arguments: Any) -> operands.OperandCast:
+        return make(*arguments)._replace(cast=operands._UNCAST)
+
+    model, x = model_and_batch()
+    mixprec.convert(model, given, fuse=True)
+    results = []
+    for how in (recorded, plain):
+        monkeypatch.setattr(operands.OperandCast, "make", staticmethod(how))
+        torch.manual_seed(1)
+        results.append(gradients(model, x))
+    assert seen == casts_to
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
 
 
 @pytest.mark.slow

@@ -470,6 +470,9 @@ import torch
 def mlp():
     layers = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
     return torch.nn.Sequential(*layers), torch.ones(4, 8), torch.sum
+def low():
+    torch.manual_seed(0)
+    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum
 def wrong():
     return 1
 """
@@ -492,6 +495,14 @@ def test_the_command(
     assert run(make, "--strict") == 0
     assert run(make, "--require", "fp8=0.9") == 1
     assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
+    assert run("made_for_audit:low", "--what-if", "mxfp8", "--html", "b.html", "--json", "b") == 0
+    assert "in mxfp8" in capsys.readouterr().out
+    text, ops = Path("b.html").read_text(), json.loads(Path("b").read_text())["ops"]
+    assert "What they lost" in text
+    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
+    (row,) = [op for op in ops if op["phase"] == "forward" and op["kind"] == "product"]
+    assert row["lost"]["y"]["own"] > 40
+    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
     for arguments, message in (
         (("made_for_audit:wrong",), "must return"),
         (("made_for_audit",), "expected MODULE:FUNCTION, as in train:make_model, got"),

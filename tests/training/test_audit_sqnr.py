@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,27 +219,6 @@ def test_in_fp32_nothing_is_lost() -> None:
     assert all(math.isinf(one.own or math.inf) for one in every)
     assert "no product rounds" in audit.sqnr_table()
     assert [line for line in audit.findings if "explains" in line] == []
-
-
-def test_the_page_and_the_command_show_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "made.py").write_text(
-        "import torch\ndef make():\n    torch.manual_seed(0)\n"
-        "    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    page, saved = str(tmp_path / "a.html"), str(tmp_path / "a.json")
-    arguments = ["audit", "made:make", "--what-if", "mxfp8", "--html", page, "--json", saved]
-    assert mixprec.__main__.main(arguments) == 0
-    assert "in mxfp8" in capsys.readouterr().out
-    text = Path(page).read_text()
-    assert "What they lost" in text
-    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
-    rows = json.loads(Path(saved).read_text())["ops"]
-    (row,) = [op for op in rows if op["phase"] == "forward" and op["kind"] == "product"]
-    assert row["lost"]["y"]["own"] > 40
-    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
 
 
 def test_bytes_and_exceptions_leave_nothing_behind() -> None:
