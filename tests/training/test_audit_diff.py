@@ -205,12 +205,12 @@ def test_inside_of_a_region_that_has_cast_the_weights() -> None:
 
 def test_with_a_file_of_another_process(tmp_path: Path) -> None:
     program = (
-        "import sys, torch, mixprec; sys.path.insert(0, sys.argv[1]); import test_audit_diff as t\n"
-        "m = t.model(); t.CHANGES['epsilon'][0](m); t.audited('fp32', m).save(sys.argv[2])"
+        "import sys; sys.path[:0] = sys.argv[2:]; import test_audit_diff as t\n"
+        "m = t.model(); t.CHANGES['epsilon'][0](m); t.audited('fp32', m).save(sys.argv[1])"
     )
     path = tmp_path / "other.json"
-    here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-P", "-c", program, here, str(path)], check=True)
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-P", "-c", program, path, here, here.parent], check=True)
     assert len(json.loads(path.read_text())["points"]) > 30
     diff = audited("fp32", model()).diff(path)
     assert diff.first is not None
