@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 import mixprec.__main__
+from mixprec.diagnostics.audit.noise import estimated_noise
 from mixprec.diagnostics.audit.shadow import Shadow
 from mixprec.testing import sqnr
 
@@ -403,6 +404,32 @@ def test_two_casts_in_a_row_are_as_coarse_as_the_coarser_one() -> None:
         layer(torch.randn(64, 32).to(torch.bfloat16).to(torch.float16))
     assert audit.findings == []
     assert 0.5 < lost(audit, "Linear", "y").operands["x"].beyond < 1.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fault", ["", "row", "column", "tail of K", "scale", "one element"])
+def test_the_noise_of_large_products_is_estimated(fault: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b, bias = torch.randn(300, 280), torch.randn(280, 320), torch.randn(320)
+    exact = a @ b + bias
+    y = exact.clone()
+    if fault == "row":
+        y[7] = 0.0
+    elif fault == "column":
+        y[:, -1] *= 2.0
+    elif fault == "tail of K":
+        y -= a[:, -8:] @ b[-8:]
+    elif fault == "scale":
+        y *= 1.01
+    elif fault == "one element":
+        y[299, 319] += 100.0
+    y = y.to(dtype)
+    noise = float((y.double() - exact.double()).square().sum())
+    estimated = estimated_noise(y, a, b, bias)
+    if not fault and dtype == torch.float32:  # less than what the estimate rounds away itself
+        assert estimated < 2.0**-40 * float(exact.square().sum())
+    else:
+        assert estimated == pytest.approx(noise, rel=3 * math.sqrt(2 / 32))
 
 
 class Faulty(Shadow):

@@ -462,6 +462,14 @@ def _loads_fp32(model: nn.Module, optimizer: SGD, p: torch.Tensor, name: str) ->
     assert torch.equal(_masters.values_of(p), new)
 
 
+def test_fp32_values_are_loaded_after_an_optimizer_was_copied_before_its_model() -> None:
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    step(optimizer, 1.0)
+    optimizer, model = copy.deepcopy((optimizer, model))
+    _loads_fp32(model, optimizer, model.weight, "weight")
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_parameter_keeps_its_master_in_another_place(copied: bool) -> None:
     model = linear()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import as_bytes
 from independent import BY_DTYPE, cast, decode_table
 from torch import nn
 
@@ -261,6 +262,21 @@ def test_products_by_hand() -> None:
     layer.weight.requires_grad_(False)
     found = model_sqnr(model, lambda: model(x).backward(g))["0"]
     assert found.keys() == {"recipe", "x", "w", "g", "y", "grad_input", "remedy"}
+
+
+def test_a_model_is_as_before_after_it_was_measured() -> None:
+    torch.manual_seed(0)
+    parts = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 4, 1))
+    model = mixprec.convert(nn.Sequential(*parts), "fp8-delayed")
+    x = torch.randn(2, 3, 8, 8)
+    parts = [*model.parameters(), *model.buffers()]
+    before = as_bytes([parts, model.state_dict(), torch.get_rng_state()])
+    found = model_sqnr(model, lambda: model(x).square().sum().backward())
+    assert as_bytes([parts, model.state_dict(), torch.get_rng_state()]) == before
+    assert not any(m._forward_hooks for m in model.modules())
+    assert found.keys() == {"0", "3"}
+    assert found["0"].keys() == {"recipe", "x", "w", "g", "y", "grad_weight", "remedy"}
+    assert all(20 < found[layer]["y"] < 45 for layer in "03")
 
 
 def test_a_histogram_of_what_is_no_tensor_of_numbers_is_refused() -> None:
