@@ -72,6 +72,39 @@ def test_a_master_follows_what_others_write(kind: Kind, dtype: torch.dtype) -> N
     assert torch.equal(torch.nn.utils.parameters_to_vector(run.params), vector)
 
 
+@kinds
+@pytest.mark.parametrize("masters", ["auto", "remainder16", "remainder8"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_model_cast_to_fp32_goes_on_from_its_masters(
+    kind: Kind, masters: str, writes: bool
+) -> None:
+    """model.float() widens the params in place, and not a bit of the FP32 numbers is lost; or from
+    the values that other code has written since: a remainder stays beside them."""
+    model = torch.nn.Linear(5, 3).bfloat16()
+    run = Run(kind, list(model.parameters()), lr=1e-3, master_weights=masters).train(3)
+    wide = [torch.nn.Parameter(master) for master in run.masters()]
+    state = copy.deepcopy(run.optimizer.state_dict())
+    for s in state["state"].values():
+        del s["master" if masters == "auto" else "remainder"]
+    run.optimizer.zero_grad()
+    model.float()
+    if writes:
+        with torch.no_grad():
+            for p in (*run.params, *wide):
+                p.fill_(7.0)
+    expected = Run(kind, wide, lr=1e-3)
+    expected.optimizer.load_state_dict(state)
+    expected.steps = run.steps
+    run.train(2)
+    expected.train(2)
+    if writes and masters != "auto":  # less than half a BF16 unit of 7
+        for p, w in zip(run.params, wide, strict=True):
+            torch.testing.assert_close(p, w, rtol=0, atol=2.0**-6)
+    else:
+        assert_same(run, expected)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
 def test_a_model_cast_to_bf16_gets_masters() -> None:
     """model.bfloat16() after the first steps: from then on small updates need masters."""
     model = torch.nn.Linear(5, 3)
