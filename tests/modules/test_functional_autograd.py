@@ -49,7 +49,7 @@ def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kind: str) -> Non
         want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
         assert seen[1:] == want
         assert [t.grad is not None for t in (x, w, bias)] == [x_grad, w_grad, bias_grad]
-        if not parsed.is_block:  # tests/modules/test_block_recipes.py counts what those save
+        if not parsed.is_block:  # test_product_recipes.py counts what those save
             low = [t for t in saved if t.dtype != torch.float32]
             assert sum(t.numel() for t in low) == w.numel() * x_grad + x.numel() * w_grad
             assert all(t.itemsize == parsed.x.bits // 8 for t in low)
