@@ -26,13 +26,10 @@ SLOW_FILES = (
     "tests/modules/test_fp8_inductor.py",
     "tests/ops/test_pack_panels.py",
     "tests/training/test_distributed*.py",
-    "tests/tooling/test_accuracy.py",
     "tests/tooling/test_bench*.py",
-    "tests/tooling/test_explorer_browser.py",
     "tests/tooling/test_commands.py",
     "tests/tooling/test_docs_*.py",
     "tests/tooling/test_figures.py",
-    "tests/tooling/test_gpu_*.py",
     "tests/tooling/test_train_*.py",
     "tests/tooling/test_tune*.py",
 )

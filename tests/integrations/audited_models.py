@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from audited_modules import MODULES
 from torch import nn
 
 Batch = dict[str, Any]
@@ -142,7 +141,6 @@ DIFFUSERS = ("UNet2D", "AutoencoderKL", "DiT")
 MODELS: dict[str, Callable[[str], tuple[nn.Module, Batch]]] = {
     **dict.fromkeys(FAMILIES, of_transformers),
     **dict.fromkeys(DIFFUSERS, of_diffusers),
-    **dict.fromkeys(MODULES, lambda name: MODULES[name]()),
 }
 
 

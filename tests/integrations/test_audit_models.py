@@ -1,4 +1,4 @@
-"""audit of models of transformers, diffusers and torch.nn: owners, FLOPs, who decided, and no
+"""audit of models of transformers and diffusers: owners, FLOPs, who decided, and no
 finding without a fault."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import mixprec
 
 NOT_COUNTED = {  # by torch.utils.flop_counter
-    *("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_grouped_mm"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_grouped_mm"),
 }
-PRODUCTS = ("product", "convolution", "rnn")
+PRODUCTS = ("product", "convolution")
 CONVERTED = ("bf16", "bf16 fused", "fp8")
 OTHER_FINDINGS = {  # beside those of layers that have no recipe, or no autocast
     # The scan is in FP32, and so is the stream of the residuals, which is cast for the next norm.
@@ -31,28 +31,13 @@ OTHER_FINDINGS = {  # beside those of layers that have no recipe, or no autocast
 CALLED_BY_ANOTHER = {"transformer_blocks.0", "transformer_blocks.0.norm1"}
 
 
-def flops_by_hand(layer: Any, args: tuple[Any, ...], out: Any, way: str) -> tuple[int, int]:
+def flops_by_hand(layer: Any, args: tuple[Any, ...], out: Any) -> tuple[int, int]:
     """FLOPs of the products with the weights of a layer, forward and backward. Backward has one for
     the gradient of the weight, and one for that of an input that has one."""
     x = args[0] if args else None
     # In a reentrant checkpoint the backward pass comes with the second forward pass.
     has_gradient = not torch.is_grad_enabled() or getattr(x, "requires_grad", False)
-    if isinstance(layer, nn.MultiheadAttention):
-        parts = [2 * t.numel() * layer.embed_dim for t in args[:3]]
-        inputs = sum(n for n, t in zip(parts, args, strict=False) if t.requires_grad)
-        return sum(parts) + parts[0], sum(parts) + inputs + 2 * parts[0]
-    if isinstance(layer, nn.RNNBase):
-        weights = sum(p.numel() for name, p in layer.named_parameters() if "weight" in name)
-        once = 2 * x[..., 0].numel() * weights
-        # The gradient of the state at the start is not asked for; oneDNN computes it for an LSTM.
-        lstm = isinstance(layer, nn.LSTM)
-        if lstm and (way != "bf16 model" or onednn_has_bf16()):
-            return once, 2 * once
-        state = out[1][0] if lstm else out[1]
-        return once, 2 * once - 2 * state.numel() * layer.weight_hh_l0.shape[0]
-    if hasattr(layer, "by_hand"):
-        once = layer.by_hand(x)
-    elif isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter):
+    if isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter):
         pairs = args[1].numel()  # of a token and an expert
         once = 2 * pairs * (layer.gate_up_proj[0].numel() + layer.down_proj[0].numel())
     elif type(layer).__name__.endswith("TopKRouter"):
@@ -61,8 +46,6 @@ def flops_by_hand(layer: Any, args: tuple[Any, ...], out: Any, way: str) -> tupl
         once = 2 * x.numel() * layer.nf
     elif isinstance(layer, nn.Linear):
         once = 2 * x.numel() * layer.out_features
-    elif isinstance(layer, nn.modules.conv._ConvTransposeNd):
-        once = 2 * x.numel() * layer.weight[0].numel()
     elif isinstance(layer, nn.modules.conv._ConvNd):
         once = 2 * out.numel() * layer.weight[0].numel()
     else:
@@ -70,21 +53,14 @@ def flops_by_hand(layer: Any, args: tuple[Any, ...], out: Any, way: str) -> tupl
     return once, once * (1 + has_gradient)
 
 
-def onednn_has_bf16() -> bool:
-    """torch's LSTM is oneDNN's in FP32, and in bf16 on processors with AVX-512 (torch 2.13)."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def expected(
-    model: nn.Module, batch: dict[str, Any], way: str
-) -> tuple[Counter[str], Counter[str]]:
+def expected(model: nn.Module, batch: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     """FLOPs of each layer, forward and backward, from what hooks see in FP32."""
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
 
     def add(name: str) -> Any:
         def hook(layer: Any, args: Any, kwargs: Any, out: Any) -> None:
-            once, twice = flops_by_hand(layer, (*args, *kwargs.values()), out, way)
+            once, twice = flops_by_hand(layer, (*args, *kwargs.values()), out)
             if once:
                 forward[name] += once
                 backward[name] += twice
@@ -111,9 +87,6 @@ def of_torchs_counter(model: nn.Module, batch: dict[str, Any]) -> dict[str, int]
     }
 
 
-NOT_COUNTED = {  # by torch.utils.flop_counter
-    *("_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_grouped_mm"),
-}
 WAYS = {
     "fp32": ("fp32", "tensor dtype"),
     "torch.autocast": ("bf16", "torch.autocast"),
@@ -144,9 +117,8 @@ def is_left(layer: nn.Module, way: str) -> bool:
     stacked = kind.endswith("Experts")
     if way == "torch.autocast":
         return stacked and not autocast_knows_grouped_mm()
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
-    known = isinstance(layer, kinds)
-    return way in CONVERTED and not (known or stacked or kind in ("Conv1D", "Stacked"))
+    known = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)) or kind == "Conv1D"
+    return way in CONVERTED and not (known or stacked)
 
 
 def in_that_way(model: Any, batch: dict[str, Any], name: str, way: str) -> dict[str, Any]:
@@ -168,9 +140,7 @@ def in_that_way(model: Any, batch: dict[str, Any], name: str, way: str) -> dict[
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_layers_own_their_products(name: str, way: str) -> None:
     model, batch = make(name)
-    if (name, way) == ("LSTM", "torch.autocast") and not onednn_has_bf16():
-        pytest.skip("torch.autocast calls oneDNN's LSTM in bf16, which this processor has not")
-    forward, backward = expected(model, batch, way)
+    forward, backward = expected(model, batch)
     inside = of_torchs_counter(model, batch)
     left = {path: type(m).__name__ for path, m in model.named_modules() if path in forward}
     left = {path: kind for path, kind in left.items() if is_left(model.get_submodule(path), way)}
@@ -182,8 +152,6 @@ def test_layers_own_their_products(name: str, way: str) -> None:
     got: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for op in ops:
         path = op.module or ""
-        if path not in forward:  # the out_proj of MultiheadAttention, which convert makes a layer
-            path = path.removesuffix(".out_proj")
         if path in forward and op.kind in PRODUCTS:
             want = WAYS["fp32" if path in left else way]
             assert (op.precision, op.decided) == want, op

@@ -62,17 +62,6 @@ def test_methods_of_the_table_in_compiled_code() -> None:
         assert torch.equal(got, right)
 
 
-def test_what_runs_after_the_call_is_not_decorated() -> None:
-    def generate() -> Iterator[int]:
-        yield 1
-
-    async def coroutine() -> None: ...
-
-    for function in (generate, coroutine):
-        with pytest.raises(TypeError, match="enter the region inside of it"):
-            mixprec.autocast()(function)
-
-
 def test_a_decorator_and_an_exception_restore_what_held() -> None:
     converted, x = model(), torch.randn(4, 32)
     region = mixprec.autocast("fp16")
@@ -138,24 +127,6 @@ def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
             assert x.exp().dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", [None, "bf16"])
-def test_under_compile(recipe: str | None) -> None:
-    converted, x = model(), torch.randn(4, 32).bfloat16()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with mixprec.autocast(recipe):
-            return F.softmax(converted(x), -1)
-
-    expected = run(x)
-    assert expected.dtype == torch.float32
-    assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
-
-
-def test_a_recipe_with_state_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
-        mixprec.autocast("fp8-delayed")
-
-
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     rows = re.findall(r"\| (\w+) \| computed and returned in FP32 \| (.*) \|", DOC.read_text())
     documented = {group: re.findall(r"`(\w+)`", names) for group, names in rows}
@@ -165,3 +136,16 @@ def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     for group, names in FP32_OPS.items():
         for name in names:
             assert any(hasattr(place, name) for place in places), f"{group}: {name}"
+
+
+def test_a_recipe_with_state_and_what_runs_after_the_call_are_refused() -> None:
+    def generate() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None: ...
+
+    for function in (generate, coroutine):
+        with pytest.raises(TypeError, match="enter the region inside of it"):
+            mixprec.autocast()(function)
+    with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
+        mixprec.autocast("fp8-delayed")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import ROWS, WIDTH, feed_forward, model_and_batch
 from cases import for_each
+from layer_cases import ROWS, WIDTH, feed_forward, model_and_batch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F

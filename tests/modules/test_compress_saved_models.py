@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import equal, gradients, model_and_batch
 from cases import for_each
+from layer_cases import equal, gradients, model_and_batch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint

@@ -11,6 +11,7 @@ from torch import nn
 
 from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import convert, convert_to_float8_training
+from mixprec.nn.filters import worthwhile
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import BUFFERS
 
@@ -97,9 +98,9 @@ def test_filter_gets_the_module_its_path_and_its_recipe(caplog: pytest.LogCaptur
 
 def test_a_root_that_is_a_layer_is_returned_converted() -> None:
     linear = nn.Linear(4, 4)
-    got = convert(linear, "bf16")
+    got = convert(linear, torch.bfloat16)
     assert type(got) is Linear
-    assert (got.name, got.weight) == ("", linear.weight)
+    assert (got.name, got.weight, got.recipe.name) == ("", linear.weight, "bf16")
     assert convert(got, "fp8") is got
     assert convert(linear, "fp8", lambda module, fqn: fqn != "") is linear
     assert convert(linear, overrides={"": "bf16"}).recipe.name == "bf16"
@@ -131,14 +132,6 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     assert snapshot(model) == before
 
 
-def test_dtypes_are_recipes_and_fuse_is_a_bool() -> None:
-    assert convert(nn.Linear(2, 2), torch.bfloat16).recipe.name == "bf16"
-    layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="convert: fuse must be True or False, got 'yes'"):
-        convert(layer, "bf16", fuse="yes")
-    assert type(layer) is nn.Linear
-
-
 def test_convert_refuses_before_it_changes_anything() -> None:
     for second in (nn.Linear(4, 4), nn.Conv2d(1, 1, 1)):
         model = nn.Sequential(nn.Linear(4, 4), second)
@@ -149,6 +142,13 @@ def test_convert_refuses_before_it_changes_anything() -> None:
     for wrong in ({"recipe": "fp9"}, {"overrides": {"0": "fp9"}}):
         with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
             convert(model, **wrong)
+    with pytest.raises(TypeError, match="convert: fuse must be True or False, got 'yes'"):
+        convert(model, "bf16", fuse="yes")
+    assert type(model[0]) is nn.Linear
+    model = nn.Sequential(nn.Embedding(1, 1), nn.Embedding(1, 1), nn.ReLU())
+    nothing = r"no linear layer, convolution or attention to convert in: 2 Embedding, 1 Seq"
+    with pytest.warns(UserWarning, match=nothing):
+        assert convert(model) is model
 
 
 def test_overrides_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,13 +178,6 @@ def test_a_pattern_that_matches_nothing_is_told_the_names() -> None:
     assert not any(isinstance(m, Linear) for m in model.modules())
 
 
-def test_a_model_without_layers_to_convert() -> None:
-    model = nn.Sequential(nn.Embedding(1, 1), nn.Embedding(1, 1), nn.ReLU())
-    nothing = r"no linear layer, convolution or attention to convert in: 2 Embedding, 1 Seq"
-    with pytest.warns(UserWarning, match=nothing):
-        assert convert(model) is model
-
-
 def test_the_name_that_torchao_users_know() -> None:
     def only_last(module: nn.Module, fqn: str) -> bool:
         return fqn == "1"
@@ -195,3 +188,64 @@ def test_the_name_that_torchao_users_know() -> None:
     assert model[1].recipe == Recipe.parse("fp8")
     convert_to_float8_training(model, config="rowwise")
     assert {m.recipe.name for m in model} == {"fp8-rowwise"}
+
+
+# filters.worthwhile: thresholds, and the reasons it logs
+
+
+CASES = [  # in, out, per tensor, per row or block
+    (4096, 1024, False, False),
+    (4097, 1024, True, False),
+    (4096, 1025, True, False),
+    (1024, 4096, True, False),
+    (1025, 4097, True, True),
+    (2048, 4096, True, False),
+    (2049, 2049, True, True),
+    (8192, 2048, True, False),
+]
+
+
+@for_each("k, n, per_tensor, finer", CASES)
+def test_thresholds_of_linear_layers_and_1x1_convolutions(
+    k: int, n: int, per_tensor: bool, finer: bool
+) -> None:
+    want = {"bf16": True, "fp16": True, "fp8": per_tensor, "fp8-delayed": per_tensor}
+    want |= {"fp8-rowwise": finer, "fp8-block": finer}
+    with torch.device("meta"):
+        layers = [nn.Conv2d(k, n, 1, padding=p) for p in (0, "same", "valid")]
+        layers += [nn.Linear(k, n)]
+    for layer in layers:
+        assert {recipe: worthwhile(layer, "up", recipe) for recipe in want} == want
+        assert worthwhile(layer, "up") == per_tensor
+
+
+def test_as_a_filter_of_convert(caplog: pytest.LogCaptureFixture) -> None:
+    def kinds(recipe: str, overrides: dict[str, str]) -> list[type]:
+        with torch.device("meta"):
+            model = nn.ModuleDict({"small": nn.Linear(1024, 1024), "up": nn.Linear(4096, 2048)})
+        with caplog.at_level(logging.INFO, logger="mixprec"):
+            convert(model, recipe, worthwhile, overrides)
+        return [type(m) for m in model.values()]
+
+    assert kinds("fp8", {}) == [nn.Linear, Linear]
+    assert caplog.messages[0] == (
+        "worthwhile: small (in 1024, out 1024) stays: fp8, in <= 4096 and out <= 1024"
+    )
+    assert kinds("fp8-rowwise", {"small": "bf16"}) == [Linear, nn.Linear]
+    assert "up (in 4096, out 2048) stays: fp8-rowwise, out <= 2048" in caplog.text
+
+
+@for_each("options", [{"kernel_size": 3}, {"padding": 1}, {"groups": 2}, {"kernel_size": (1, 3)}])
+def test_other_convolutions_save_memory_alone(
+    options: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    layer = nn.Conv2d(8192, 8192, **{"kernel_size": 1} | options, device="meta")
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        recipes = ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "bf16", "fp16")
+        assert [worthwhile(layer, "stem", recipe) for recipe in recipes] == [False] * 4 + [True] * 2
+    assert caplog.messages[0] == (
+        "worthwhile: stem (in 8192, out 8192) stays: fp8, "
+        "a convolution that is not 1x1 saves memory, not time"
+    )
+    assert worthwhile(nn.LayerNorm(4), "norm"), "other modules are none of its business"

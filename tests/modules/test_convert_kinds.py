@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import for_each
 from layer_cases import Adapted, Own, Twice
+from models import Model
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -435,24 +436,11 @@ def test_a_checkpointed_piece_of_a_forward_pass_is_not_computed_by_torch(grouped
         experts(x, offs).sum().backward()
 
 
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
-        self.linear = plain_of(self.conv1d)
-        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.twice(x)
-        both = self.conv1d(y) + self.linear(y)
-        return both.square().mean() + self.encoder(x[None]).square().mean()
-
-
 def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_linear() -> None:
     recipes = ("fp8-rowwise", "fp8-delayed")
     options = {"lr": 0.0, "weight_decay": 0.0, "sqnr": True}
     encoder = {f"encoder.{name}" for name in ("linear1", "linear2", "self_attn.out_proj")}
-    for row in mixprec.compare(Loss, [torch.randn(8, 32)], recipes, **options).rows:
+    for row in mixprec.compare(loss_of_layers, [torch.randn(8, 32)], recipes, **options).rows:
         for name in ("twice", "encoder.self_attn"):
             assert row.gemm_counts(name)["forward"] == {"e4m3 x e4m3": 1}
         assert row.sqnr.keys() == {"conv1d", "linear"} | encoder, "of the layers with one product"
@@ -622,3 +610,14 @@ def test_an_embedding_that_may_be_a_head_is_said(caplog: pytest.LogCaptureFixtur
         with caplog.at_level(logging.INFO, "mixprec"):
             mixprec.convert(nn.ModuleDict(parts), "bf16")
         assert caplog.messages[-1].endswith(f"100% of the weights{said}")
+
+
+def loss_of_layers() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(x)
+        both = self.conv1d(y) + self.linear(y)
+        return both.square().mean() + self.encoder(x[None]).square().mean()
+
+    conv1d, encoder = Conv1D(16, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    parts = {"conv1d": conv1d, "linear": plain_of(conv1d), "encoder": encoder}
+    return Model(forward, twice=Twice(32, 32), **parts)

@@ -49,7 +49,7 @@ def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kind: str) -> Non
         want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
         assert seen[1:] == want
         assert [t.grad is not None for t in (x, w, bias)] == [x_grad, w_grad, bias_grad]
-        if not parsed.is_block:  # tests/modules/test_block_recipes.py counts what those save
+        if not parsed.is_block:  # test_product_recipes.py counts what those save
             low = [t for t in saved if t.dtype != torch.float32]
             assert sum(t.numel() for t in low) == w.numel() * x_grad + x.numel() * w_grad
             assert all(t.itemsize == parsed.x.bits // 8 for t in low)
@@ -145,29 +145,3 @@ def test_autocast_outside_does_not_change_the_arithmetic(
         with torch.autocast("cpu", dtype, enabled=backward_too):
             got = torch.autograd.grad(y.sum(), (x, w))
         assert_same_lists([y, *got], [plain, *want])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "kind"),
-    [
-        *((n, "linear") for n in RECIPES if n not in ("mxfp8", "mxfp4")),  # nvfp4 has all they have
-        *(("fp8", "1x1"), ("fp8-block", "3x3")),
-    ],
-)
-def test_compiles_without_graph_breaks(recipe: str, kind: str) -> None:
-    op, x_shape, w_shape = OPS[kind]
-
-    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.relu(op(x, w, bias, recipe=recipe))
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    w, bias = normal(w_shape, torch.float32, seed=1), normal((8,), torch.float32, seed=2)
-    for more in (0, 5):  # the second size is traced with symbolic shapes
-        shape = (x_shape[0] + more, *x_shape[1:2], *(n + more for n in x_shape[2:]))
-        tensors = [leaf(t) for t in (normal(shape, torch.float32), w, bias)]
-        results = []
-        for run in (step, compiled):
-            torch.manual_seed(0)
-            y = run(*tensors)
-            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
-        assert_same_lists(*results)

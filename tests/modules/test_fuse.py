@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import HIDDEN, ROWS, WIDTH, Block, converted, feed_forward, gradients, model_and_batch
+from layer_cases import (
+    HIDDEN,
+    ROWS,
+    WIDTH,
+    Block,
+    converted,
+    feed_forward,
+    gradients,
+    model_and_batch,
+)
 from torch import nn
 from torch.profiler import profile
 

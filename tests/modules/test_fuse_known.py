@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import WIDTH, converted, feed_forward, model_and_batch
+from layer_cases import WIDTH, converted, feed_forward, model_and_batch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

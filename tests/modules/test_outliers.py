@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import for_each
-from independent import assert_same_bits
+from independent import assert_same_bits, assert_same_lists
 from layer_cases import leaf, saved_tensors
+from models import Model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -134,42 +136,26 @@ def step(model: nn.Module, x: torch.Tensor = X) -> Grads:
     return y.detach(), x.grad, *grads
 
 
-class Again(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 @for_each("name", ["fp8-rowwise+outliers-0.03", "mxfp4+outliers-0.03", "fp8-delayed+outliers-0.1"])
 def test_modules_the_same_bits(name: str) -> None:
     """Copied, fused (which it is not), checkpointed, with a weight cast once, compiled."""
     plain = step(mlp(name))
-    for model in (copy.deepcopy(mlp(name)), mlp(name, fuse=True), Again(mlp(name))):
-        for got, want in zip(step(model), plain, strict=True):
-            assert_same_bits(got, want)
-    model = mlp(name)
-    with mixprec.reuse_weights(model):
-        for got, want in zip(step(model), plain, strict=True):
-            assert_same_bits(got, want)
+    again = Model(lambda self, x: checkpoint(self.a, x, use_reentrant=False), a=mlp(name))
     compiled: Any = torch.compile(mlp(name), backend="aot_eager", fullgraph=True)
-    for got, want in zip(step(compiled), plain, strict=True):
-        assert_same_bits(got, want)
+    for model in (copy.deepcopy(mlp(name)), mlp(name, fuse=True), again, compiled):
+        assert_same_lists(step(model), plain)
+    with mixprec.reuse_weights(model := mlp(name)):
+        assert_same_lists(step(model), plain)
 
 
 def test_compiled_one_after_another() -> None:
     """A float that differs between models would be symbolic from the second one on."""
-    names = ("fp8-rowwise+outliers-0.03", "fp8-rowwise+outliers-0.1", "fp8-rowwise", "fp8")
-    for name in names:
-        torch.manual_seed(0)
+    for name in ("fp8-rowwise+outliers-0.03", "fp8-rowwise+outliers-0.1", "fp8-rowwise", "fp8"):
         model = mixprec.convert(nn.Sequential(nn.Linear(K, N)), name)
         if "outliers" in name:
             mixprec.choose_outliers(model, [X])
         compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for got, want in zip(step(compiled), step(model), strict=True):
-            assert_same_bits(got, want)
+        assert_same_lists(step(compiled), step(model))
 
 
 def test_frozen_parts_and_main_grad() -> None:
@@ -195,8 +181,7 @@ def test_transforms_and_second_derivatives() -> None:
         return torch.func.functional_call(model, params, x).square().sum()
 
     grads = torch.func.grad(loss)(dict(model.named_parameters()), X)
-    for got, wanted in zip(grads.values(), want[2:], strict=True):
-        assert_same_bits(got, wanted)
+    assert_same_lists(grads.values(), want[2:])
     x = leaf(X)
     with functional.twice_differentiable():
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -220,17 +205,6 @@ def test_choose_finds_what_was_planted() -> None:
     assert mixprec.choose_outliers(model, lambda: [x]) == {"0": [17, 40, 50, 95]}
 
 
-def test_outliers_reduce_the_error() -> None:
-    exact = step(mixprec.unconvert(mlp()))
-    for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
-        low = mixprec.convert(mixprec.unconvert(mlp()), name)
-        errors = [
-            float((step(model)[0] - exact[0]).norm())
-            for model in (low, mlp(f"{name}+outliers-0.03"))
-        ]
-        assert errors[1] < 0.8 * errors[0], name
-
-
 def test_state_dicts() -> None:
     model = mlp()
     state = model.state_dict()
@@ -239,8 +213,7 @@ def test_state_dicts() -> None:
         other(X)
     assert "0.outliers" not in other.state_dict()
     other.load_state_dict(state)
-    for got, want in zip(step(other), step(model), strict=True):
-        assert_same_bits(got, want)
+    assert_same_lists(step(other), step(model))
     plain = mixprec.scaling.plain_state_dict(model)
     mixprec.unconvert(mlp()).load_state_dict(plain)
     mixprec.convert(mixprec.unconvert(mlp()), "fp8").load_state_dict(state)
@@ -304,51 +277,38 @@ def test_choose_leaves_random_numbers_and_modes() -> None:
 
 
 def test_other_layers_get_the_rest_of_the_recipe() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(3, 8, 1), nn.Linear(8, 8)
-            self.attention = nn.MultiheadAttention(8, 2)
-
-    model = mixprec.convert(Model(), "fp8+gw-bf16+outliers-0.1")
+    parts = {"conv": nn.Conv2d(3, 8, 1), "linear": nn.Linear(8, 8)}
+    model = nn.ModuleDict({**parts, "attention": nn.MultiheadAttention(8, 2)})
+    mixprec.convert(model, "fp8+gw-bf16+outliers-0.1")
     found = {n: m.recipe.name for n, m in model.named_modules() if isinstance(m, Layer)}
     own = "fp8+gw-bf16+outliers-0.1"
     assert found.pop("linear") == found.pop("attention.out_proj") == own
     assert [*found.values()] == ["fp8+gw-bf16"] * 2
     assert not any(m._is_override for m in model.modules() if isinstance(m, Layer))
     with pytest.raises(ValueError, match="Conv2d: recipe must have no outliers"):
-        model.conv.recipe = "fp8+outliers-0.1"  # type: ignore[assignment]
+        model["conv"].recipe = "fp8+outliers-0.1"  # type: ignore[assignment]
 
 
-def refuse_calls() -> list[tuple[Any, str]]:
+def test_errors() -> None:
     x, w, _, _ = operands()
-    name = "fp8+outliers-0.1"
-    return [
-        (lambda: functional.linear(x, w, recipe=name), "must be given as `outliers`"),
-        (lambda: functional.linear(x, w, outliers=FEW), "outliers must be None"),
+    name, linear = "fp8+outliers-0.1", functools.partial(functional.linear, x, w)
+    tokens = torch.zeros(x.shape[:-1], dtype=torch.int64)
+    none = "must have no outliers"
+    calls: tuple[tuple[Any, str], ...] = (
+        (lambda: linear(recipe=name), "must be given as `outliers`"),
+        (lambda: linear(outliers=FEW), "outliers must be None"),
         (
-            lambda: functional.linear(x, w, recipe=name, outliers=torch.tensor([2, 2])),
+            lambda: linear(recipe=name, outliers=torch.tensor([2, 2])),
             r"different indices of the 96 features, got \[2, 2\]",
         ),
-        (
-            lambda: functional.linear(x, w, recipe=name, outliers=FEW[:0]),
-            r"one or more different indices",
-        ),
-        (lambda: mixprec.lean(nn.Linear(4, 4), lr=1e-3, recipe=name), "must have no outliers"),
+        (lambda: linear(recipe=name, outliers=FEW[:0]), r"one or more different indices"),
+        (lambda: mixprec.lean(nn.Linear(4, 4), lr=1e-3, recipe=name), none),
         (lambda: functional.matmul(x, w.t(), recipe=name), "must be given"),
-        (lambda: functional.norm_linear(x, w, recipe=name), "must have no outliers"),
-        (lambda: functional.mlp(x, w, w.t(), act="gelu", recipe=name), "must have no outliers"),
-        (
-            lambda: functional.conv2d(x[None], w.view(2, 2, 24, 48), recipe=name),
-            "must have no outliers",
-        ),
-        (
-            lambda: functional.linear_cross_entropy(
-                x, w, torch.zeros(x.shape[:-1], dtype=torch.int64), recipe=name
-            ),
-            "must have no outliers",
-        ),
-        (lambda: mixprec.autocast(name), "must have no outliers"),
+        (lambda: functional.norm_linear(x, w, recipe=name), none),
+        (lambda: functional.mlp(x, w, w.t(), act="gelu", recipe=name), none),
+        (lambda: functional.conv2d(x[None], w.view(2, 2, 24, 48), recipe=name), none),
+        (lambda: functional.linear_cross_entropy(x, w, tokens, recipe=name), none),
+        (lambda: mixprec.autocast(name), none),
         (lambda: mixprec.choose_outliers(nn.Linear(4, 4), [x]), "got none"),
         (lambda: mixprec.choose_outliers(mlp(), []), "at least one"),
         (lambda: mixprec.choose_outliers(mlp(), [X * torch.inf]), "'0' must be finite"),
@@ -356,11 +316,8 @@ def refuse_calls() -> list[tuple[Any, str]]:
         (lambda: Recipe.parse("fp8+outliers-1"), "below 1"),
         (lambda: Recipe.parse("bf16+outliers-0.1"), "bf16 operands have no scale"),
         (lambda: Recipe.parse("fp8+outliers-few"), "with some of"),
-    ]
-
-
-def test_errors() -> None:
-    for call, message in refuse_calls():
+    )
+    for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
 

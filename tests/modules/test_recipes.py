@@ -103,9 +103,9 @@ def test_damaged_dicts_are_refused() -> None:
 
 
 NAMES = {
-    "bf16": ["mixed_bfloat16", "bfloat16", str(torch.bfloat16), "bf16-mixed", "compute=bf16",
-             "params=float32,compute=bfloat16,output=float32"],
-    "fp16": ["mixed_float16", "16-mixed", "p=f32,c=f16,o=f32",
+    "bf16": ["mixed_bfloat16", "bfloat16", torch.bfloat16, str(torch.bfloat16), "bf16-mixed",
+             "compute=bf16", "params=float32,compute=bfloat16,output=float32"],
+    "fp16": ["mixed_float16", "16-mixed", torch.float16, "p=f32,c=f16,o=f32",
              "params=full, compute=half, output=float32"],
     "fp8": ["tensorwise", "Float8CurrentScaling", "HYBRID"],
     "fp8-rowwise": ["rowwise"],
@@ -123,15 +123,20 @@ def test_names_in_other_libraries(name: str) -> None:
         assert Recipe.parse(word) is RECIPES[name], word
 
 
+VALID = ", ".join(f'"{name}"' for name in RECIPES)
+
+
 @for_each(
     "word, reason",
     [
         ("fp32", r'recipe "fp32" is not supported: .* leave the model as it is'),
+        (torch.float32, r'"float32" is not supported: it is no recipe of conver'),
         ("params=f32,compute=f32,output=f32", "leave the model as it is"),
         ("int8", r'"int8" is not supported: .* mixprec.freeze\(model, "int8"\)'),
         ("nf4", "for weights that do not change: load the model with bitsandbytes"),
         ("E4M3", r"has three: .* mixprec.Recipe\(name, x, w, g\)"),
         (str(torch.float8_e5m2), "it is a format"),
+        (torch.float8_e4m3fn, r'"float8_e4m3fn" .* it is a format, of which a recipe'),
         ("amp", '"bf16" where the processor has it'),
         ("O2", r"mixprec.cast_parameters\(model, torch.bfloat16\) casts the weights"),
         ("fp4", 'names no scales: "nvfp4-1x16"'),
@@ -144,41 +149,19 @@ def test_names_in_other_libraries(name: str) -> None:
         ("compute=int8", "with types float32, f32, full"),
         ("compute=bf16,compute=bf16", "must be a policy such as"),
         ("params=float32,out=f32", "must be a policy such as"),
+        ("fp8-rowise", r"""got 'fp8-rowise'; did you mean "fp8-rowwise"\?$"""),
+        ("FP8_delyed", r"""got 'FP8_delyed'; did you mean "fp8-delayed"\?$"""),
+        ("bff16", r"""got 'bff16'; did you mean "bf16"\?$"""),
+        ("tensorwis", r"""got 'tensorwis'; did you mean "tensorwise"\?$"""),
+        *(
+            (wrong, f"recipe must be {VALID} or a mixprec.Recipe, got")
+            for wrong in ("xyz", "", None, torch.complex64, 8)
+        ),
     ],
 )
-def test_names_without_a_counterpart_are_told_why(word: str, reason: str) -> None:
+def test_names_without_a_counterpart_are_told_why(word: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Recipe.parse(word)
-
-
-@for_each(
-    "wrong, nearest",
-    [
-        ("fp8-rowise", "fp8-rowwise"),
-        ("FP8_delyed", "fp8-delayed"),
-        ("bff16", "bf16"),
-        ("tensorwis", "tensorwise"),
-    ],
-)
-def test_a_misspelt_recipe_gets_the_nearest_name(wrong: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f'got {wrong!r}; did you mean "{nearest}"\\?$'):
-        Recipe.parse(wrong)
-
-
-def test_dtypes_of_torch() -> None:
-    assert Recipe.parse(torch.bfloat16) is RECIPES["bf16"]
-    assert Recipe.parse(torch.float16) is RECIPES["fp16"]
-    with pytest.raises(ValueError, match=r'"float8_e4m3fn" .* it is a format, of which a recipe'):
-        Recipe.parse(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r'"float32" is not supported: it is no recipe of conver'):
-        Recipe.parse(torch.float32)
-
-
-@for_each("wrong", ["xyz", "", None, torch.complex64, 8])
-def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
-    names = ", ".join(f'"{name}"' for name in RECIPES)
-    with pytest.raises(ValueError, match=f"recipe must be {names} or a mixprec.Recipe, got"):
-        Recipe.parse(wrong)
 
 
 @for_each(

@@ -4,7 +4,6 @@ and other code of a backward pass runs as without a region."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,25 +140,6 @@ def test_twice_differentiable_is_that_of_the_forward_pass(around: str, reentrant
 def test_random_checkpoints_have_the_gradients_of_none(count: int) -> None:
     for seed in range(count):
         compare(seed)
-
-
-@for_each("reentrant", [True, False])
-def test_regions_inside_of_a_checkpoint_inside_of_any(reentrant: bool) -> None:
-    """Every pair, with layers and ops of torch."""
-    layer = mixprec.nn.Linear(32, 32, recipe="fp8").bfloat16()
-    for regions in itertools.product(REGIONS, REGIONS):
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            x = torch.softmax(layer(x), -1)
-            with mixprec.autocast("fp16"):
-                return torch.softmax(layer(x.bfloat16()), -1)
-
-        want = gradients(run, layer, regions, "Tensor.backward")
-        again = gradients(
-            lambda x, run=run: checkpoint(run, x, use_reentrant=reentrant),
-            *(layer, regions, "Tensor.backward"),
-        )
-        assert all(map(torch.equal, again, want)), regions
 
 
 class _Foreign(torch.autograd.Function):

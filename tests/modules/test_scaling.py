@@ -175,6 +175,11 @@ def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "update_delayed_scales_", lambda *a, **k: calls.append(len(a[0])))
     update_scales(model)
     assert calls == [6]
+    with pytest.raises(TypeError, match=r"process_group must be a ProcessGroup .*, got 'gloo'"):
+        update_scales(make(), "gloo")
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
+    keys = list(model.state_dict())
+    assert list(plain_state_dict(mixprec.convert(model, "fp8-delayed"))) == keys
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -209,12 +214,6 @@ def test_state_dicts(assign: bool) -> None:
     assert set(saved) == {"weight", "bias", *scaling.BUFFERS}, "it was written to"
 
 
-def test_the_plain_state_dict_of_a_model() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
-    keys = list(plain.state_dict())
-    assert list(plain_state_dict(mixprec.convert(plain, "fp8-delayed"))) == keys
-
-
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     layer = trained()
@@ -242,11 +241,6 @@ def test_meta_device(fill: str) -> None:
     assert not layer.scale.any()
     assert not layer.amax_history.any()
     assert amaxes(layer) == [UNUSED] * 2
-
-
-def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"process_group must be a ProcessGroup .*, got 'gloo'"):
-        update_scales(make(), "gloo")
 
 
 # --- ranks (of several precisions and wrappers: tests/training/test_distributed.py) ------------

@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from blocks import WIDTH, converted, equal, gradients
-from layer_cases import saved_tensors
+from layer_cases import WIDTH, converted, equal, gradients, saved_tensors
 from torch import nn
 
 import mixprec

@@ -9,14 +9,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import mixprec
 from mixprec.bench import __main__ as cli
-from mixprec.bench import device, report, results
+from mixprec.bench import device, results
 from mixprec.bench.cases import gpt, models, select
 from mixprec.bench.cases.registry import Case, NotMeasured
 
@@ -107,31 +106,6 @@ def test_each_processor_has_a_file(tmp_path: Path) -> None:
     results.save(tmp_path / path, where | {"date": "2026-01-02T03:04"}, [])
     assert cli._place(where, tmp_path).endswith(f"{path} (of 2026-01-02, commit abc)")
     assert [c["environment"]["commit"] for c in results.load_all_processors(tmp_path)] == ["abc"]
-
-
-def test_model_steps_of_each_torch(tmp_path: Path) -> None:
-    where = {"processor": "P", "threads": 2, "isa": "avx2"}
-    heading = {"op": "training", "reason": "", "target": None, "met": False, "figure": None}
-
-    def row(name: str, ours: float) -> dict[str, Any]:
-        median = {"ours": ours, "torch eager": 0.3, "torch compiled": 0.2}
-        return {"name": name, "status": "ok", "median": median, **heading}
-
-    rows = [row("training/llama/bf16", 0.1), row("training/gpt2/bf16-compiled", 0.4)]
-    rows += [row("training/saved/int8", 0.1), {"name": "training/vit/fp8", **heading}]
-    rows[-1] |= {"status": "not measured", "median": {}}
-    for name, torchs, kept in (("bench-p", "2.13", rows), ("models-p", "2.14", rows[:1])):
-        results.save(tmp_path / results.CPU / f"{name}.json", where | {"torch": torchs}, kept)
-    results.save(tmp_path / results.CPU / "bench-q.json", where | {"torch": "2.12"}, [])
-    assert report.block(tmp_path, "model steps") == "\n".join(
-        (
-            "| step | llama | gpt2 |\n| --- | --- | --- |",
-            "| bf16 | 100 ms (2x) |  |\n| bf16-compiled |  | 400 ms (0.5x) |\n",
-            "Compared with torch compiled. P (avx2), 2 threads, torch 2.13.\n",
-            "| step | llama |\n| --- | --- |\n| bf16 | 100 ms (2x) |\n",
-            "Compared with torch compiled. P (avx2), 2 threads, torch 2.14.",
-        )
-    )
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

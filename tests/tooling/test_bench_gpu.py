@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from gpu import unattended
 import mixprec
 from mixprec._context import context
 from mixprec.bench import device, report, results, table
-from mixprec.bench.cases import CASES, registry, select
+from mixprec.bench.cases import registry, select
 from mixprec.bench.cases.registry import Case, Workload
 from mixprec.bench.timing import run, timer
 from mixprec.bench.timing.timer import Budget, Candidate
@@ -224,51 +223,6 @@ def test_a_dry_run_from_start_to_file_and_never_into_the_pages(tmp_path: Path) -
 
 
 # The pages
-
-
-def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
-    """Of a GPU: made-up times, a little above what the hardware needs at least."""
-    shutil.copy(ROOT / "README.md", tmp_path)
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
-    assert report.write(tmp_path) == []
-    for measured in (tmp_path / "bench" / "results").glob("nvidia-*"):
-        shutil.rmtree(measured)
-    rows = []
-    for name, torchs, size, flops in (
-        ("quantize/bf16/given/8192x8192", 1.1, 3 * 2.0**26, 0.0),
-        ("gemm/bf16/nn/2048x2048x2048", 1.0, 6 * 2.0**22, 2.0**34),
-        ("gemm/bf16/nn/8192x8192x8192", 4.0, 6 * 2.0**26, 2.0**40),
-    ):
-        case = CASES[f"cuda/{name}"]
-        least = max(size / 4.8e12, flops / 989e12)
-        median = {"ours": 1.15 * least, "torch": torchs * least, registry.COPY: least}
-        variants = {
-            backend: {**run.judge(case, median | {"ours": factor * least}), "status": "ok",
-                      "reason": "", "seconds": factor * least, "call": 9e-6}
-            for backend, factor in (("cuda", 1.15), ("triton", 2.0))
-        }  # fmt: skip
-        median = {n: s for n, s in median.items() if n != registry.COPY or not flops}
-        result = {"variants": variants, "default": "cuda", "median": median, "host": False,
-                  "flops": flops, "bytes": size, **run.judge(case, median)}  # fmt: skip
-        rows.append(run.heading(case) | result)
-    where = {"gpu_name": "NVIDIA H200", "dry_run": False, "torch": "2.11.0", "commit": "abc"}
-    path = tmp_path / "bench" / "results" / "nvidia-h200" / "bench-memory.json"
-    results.save(path, where, rows)
-    changed = report.write(tmp_path)
-    assert tmp_path / "docs" / "gpu.md" in changed
-    page = (tmp_path / "docs" / "gpu.md").read_text()
-    line = next(x for x in page.splitlines() if "| cuda/quantize/bf16/given/8192x8192 | cuda*" in x)
-    cells = [c.strip() for c in line.strip("|").split("|")]
-    assert cells[2:6] == ["48.2 us", "4,174 GB/s", "87%", "87% (>= 90%)"]
-    assert "| cuda/gemm/bf16/nn | cuda | torch | 2 | 1.74x | 0.87x | 3.48x |" in page
-    assert report.NOTHING not in page
-    assert report.write(tmp_path) == []
-
-    where["gpu_name"] = device.FAKE_NAME
-    results.save(path, where, rows)
-    with pytest.raises(results.ResultError, match="is a dry run"):
-        report.write(tmp_path)
 
 
 def test_kernels_of_the_compiler_s_report() -> None:

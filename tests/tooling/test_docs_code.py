@@ -6,6 +6,8 @@ last block under that heading; then that one runs first, after those that it nee
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+import mixprec
+from mixprec.optim import AdamW, _batches
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md"))]
@@ -119,17 +124,133 @@ def test_blocks_run(
     assert not hidden, "code without a fence, which no test runs"
 
 
-def test_what_a_block_runs_after() -> None:
-    fence = "```python\n{}```\n"
-    code = ("a = 1\n", "# continues the block above\nb = a\n", '# after "One"\nc = b\n', "d = 2\n")
-    text = "# One\n" + fence.format(code[0]) + fence.format(code[1])
-    page = [*blocks("page.md", text + "## Two\n" + fence.format(code[2]) + fence.format(code[3]))]
-    assert [(block.line, block.heading) for block in page] == [
-        *((2, "One"), (5, "One")),
-        *((10, "Two"), (14, "Two")),
-    ]
-    assert chains(page) == [page[:3], page[3:]]
-    for wrong in ("# continues the block above\n", '# after "Two"\n'):
-        block = Block("page.md", 1, "One", wrong)
-        with pytest.raises(AssertionError, match=r"page.md:1: no block before it is meant"):
-            chain(block, [block])
+# docs/coming_from.md: the right column of every table runs
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text()
+SECTIONS = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", re.sub(r"\[[^\]]*\]\([^)]*\)", "", cell))
+
+
+def is_program(text: str) -> bool:
+    """A statement, not a name or a value."""
+    try:
+        (first, *_) = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return not isinstance(first, ast.Expr) or not isinstance(first.value, ast.Name | ast.Constant)
+
+
+@pytest.mark.parametrize(("library", "text"), SECTIONS, ids=[name for name, _ in SECTIONS])
+def test_right_columns_run(
+    library: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
+    ran = 0
+    names: dict[str, object] = {"torch": torch, "mixprec": mixprec, "x": torch.randn(8, 32, 64)}
+    for row in rows:
+        assert len(row) == 2, row
+        if any("convert(" in code for code in spans(row[1])) or "model" not in names:
+            body, norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+            layers = {"norm": norm, "body": body, "act": torch.nn.GELU()}
+            layers["head"] = torch.nn.Linear(64, 16)
+            names["model"] = model = torch.nn.Sequential()
+            for name, layer in layers.items():
+                model.add_module(name, layer)
+        programs = [code for code in spans(row[1]) if is_program(code)]
+        for code in programs:
+            exec(code, names)
+        ran += len(programs)
+        assert programs or row[1].strip() == "-" or "](" in row[1], row
+    assert ran >= max(4, len(rows) - 1)
+
+
+# docs/optimizers.md: its table matches what optimizers allocate and check
+
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUMEL = 1 << 12  # large enough for what there is once per tensor to be rounded away
+
+
+def table() -> list[dict[str, str]]:
+    text = re.search(r"<!-- bytes -->\n\n(.*?)\n\n<!-- end -->", DOC.read_text(), re.DOTALL)
+    assert text is not None
+    head, _, *lines = [line.strip("|").split("|") for line in text[1].splitlines()]
+    names = [cell.strip() for cell in head]
+    return [dict(zip(names, map(str.strip, line), strict=True)) for line in lines]
+
+
+TABLE = table()
+
+
+def trained(line: dict[str, str]) -> tuple[torch.nn.Parameter, Any]:
+    """A param and its optimizer as in that line of the table, after two steps; grads are kept."""
+    written = line["optimizer"].strip("`")
+    shape = (16, NUMEL // 16) if written.startswith("Muon") else (NUMEL,)
+    param = torch.nn.Parameter(torch.randn(shape).to(DTYPES[line["params"]]))
+    optimizer = eval(written, {**vars(mixprec.optim), "torch": torch, "params": [param]})
+    for _ in range(2):
+        optimizer.zero_grad()
+        if line["gradients"] == "fp32 in main_grad":
+            param.main_grad = torch.randn(NUMEL)
+        else:
+            (param.float() * torch.randn(shape)).sum().backward()
+            assert param.grad.dtype == DTYPES[line["gradients"]]
+        optimizer.step()
+    return param, optimizer
+
+
+def resident(line: dict[str, str]) -> dict[str, float]:
+    """Bytes per element that are allocated between two steps."""
+    param, optimizer = trained(line)
+    grads = [g for g in (param.grad, getattr(param, "main_grad", None)) if g is not None]
+    tensors = {"param": [param], "grad": grads, "state": optimizer.state[param].values()}
+    sizes = {
+        name: round(sum(t.untyped_storage().nbytes() for t in several) / NUMEL, 2)
+        for name, several in tensors.items()
+    }
+    return sizes | {"resident": round(sum(sizes.values()), 2)}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The gradients that steps read before their updates."""
+    seen: list[torch.Tensor] = []
+    real = _batches.grad_stats_
+
+    def spy(grads: list[torch.Tensor], *args: Any, **options: Any) -> None:
+        seen.extend(grads)
+        real(grads, *args, **options)
+
+    monkeypatch.setattr(_batches, "grad_stats_", spy)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "line", TABLE, ids=[f"{x['optimizer']} {x['params']} {x['gradients']}" for x in TABLE]
+)
+def test_the_table_is_what_is_allocated_and_checked(
+    line: dict[str, str], checked: list[torch.Tensor]
+) -> None:
+    got = resident(line)
+    got["checked"] = sum(t.element_size() for t in checked) / 2
+    assert got == {name: float(line[name]) for name in got}
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler.unscale_. unscaled gradients are rounded to fp16")
+def test_with_a_scaler_gradients_are_checked_once(checked: list[torch.Tensor]) -> None:
+    for dtype, unscaled, clip in itertools.product(DTYPES.values(), (False, True), (None, 1.0)):
+        checked.clear()
+        param = torch.nn.Parameter(torch.randn(64).to(dtype))
+        optimizer = AdamW([param], max_grad_norm=clip)
+        scaler = mixprec.GradScaler(init_scale=4.0)
+        scaler.scale(param.float().sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert len(checked) == (0 if unscaled and clip is None else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.bench import report
+from mixprec.bench import report, results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -71,3 +72,36 @@ def test_the_table_is_what_the_gpt_saves(examples: pytest.MonkeyPatch) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "examples"))
     print("\n".join(saved_by_the_gpt()))
+
+
+# The versions that README and pyproject.toml promise are those that make versions tested
+
+
+sys.path.append(str(ROOT / ".ci"))  # of pythons.py, beside it
+VERSIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
+ROWS = results.read_json(ROOT / results.CPU / "versions.json")["rows"]
+
+
+def test_every_pair_is_listed_and_none_failed() -> None:
+    assert tuple(row["pair"] for row in ROWS) == VERSIONS["PAIRS"]
+    for row in ROWS:
+        if row["status"] == "not run":
+            assert row["reason"]
+        else:
+            assert row["status"] == "passed", row
+            assert row["failed"] == 0, row
+            assert row["passed"] > 0, row
+            asked = row["pair"].split("-")
+            assert row["python"].startswith(f"{asked[0]}."), row
+            assert row["torch"].startswith(f"{asked[1]}."), row
+
+
+def test_pyproject_promises_what_was_tested() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    # All but those that could not be had where the others were tested.
+    had = [row["pair"] for row in ROWS if row.get("reason", "not asked for") == "not asked for"]
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert classified == [pair.split("-")[0] for pair in had]
+    python, torch = VERSIONS["PAIRS"][0].split("-")
+    assert f'requires-python = ">={python}"' in text
+    assert f'dependencies = ["torch>={torch}"]' in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import mixprec
 from mixprec.bench import results
+from mixprec.bench.cases.registry import example
+from mixprec.bench.studies import accuracy
 from mixprec.diagnostics import plotting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,3 +64,95 @@ def test_picture_and_tables_of_statistics_are_of_one_run(
     assert others == "the 10 other layers"
     assert {*layers} <= {line.split(" ")[0] for line in table.splitlines()}
     assert table.count("torch 2") == 2, "where it was measured"
+
+
+# What is said of accuracy: the statistics, the verdicts, and what the runs leave
+
+
+pytest.importorskip("scipy", reason="the intervals need scipy")
+
+
+def content(runs: list[dict[str, object]], *, image: bool = False) -> dict[str, object]:
+    about = accuracy.IMAGE if image else accuracy.GPT
+    return {
+        "task": "cnn" if image else "gpt",
+        **about,
+        "environment": {"processor": "P", "threads": 2, "torch": "T", "commit": None},
+        "summary": accuracy.summary(runs, about["unit"]),
+        "runs": [{"samples": 10, "seconds": 1.0, "skipped": 0, **run} for run in runs],
+    }
+
+
+def of(recipe: str, *values: float) -> list[dict[str, object]]:
+    return [{"recipe": recipe, "seed": seed, "value": value} for seed, value in enumerate(values)]
+
+
+def test_interval_is_students() -> None:
+    """For three values t = 4.3027 (any table of the distribution), s = 1, so 4.3027 / sqrt(3)."""
+    assert accuracy.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert accuracy.interval([1.0]) is None
+
+
+def test_differences_are_between_partners() -> None:
+    """Seeds differ by far more than recipes do: only their pairs show the recipe."""
+    runs = of("fp32", 1.0, 2.0, 4.0) + of("fp8", 1.01, 2.02, 4.04)
+    line = accuracy.summary(runs, "%")[1]
+    assert line["difference"] == pytest.approx(1.0)
+    assert line["difference_interval"] == pytest.approx(0.0, abs=1e-9)
+    assert line["interval"] > 1
+
+
+@pytest.mark.parametrize(
+    ("image", "fp8", "verdict", "met"),
+    [
+        (False, (2.001, 2.0, 1.999), "not significant", True),
+        (False, (2.02, 2.0201, 2.0199), "worse", False),
+        (False, (1.98, 1.9801, 1.9799), "better", True),
+        (True, (1.5, 1.5001, 1.4999), "worse", True),
+        (True, (1.3, 1.3001, 1.2999), "worse", False),
+    ],
+)
+def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool) -> None:
+    given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), image=image)
+    line = given["summary"][1]
+    assert accuracy.verdict(given, line) == verdict
+    assert accuracy.allowed(given, line)[1] is met
+    assert f"({verdict})" in accuracy.sentence(given, ["fp32", "fp8"])
+    block = accuracy.block(given)
+    assert verdict in block
+    assert "3 seeds, 10 held-out" in block
+
+
+def test_the_program_runs(
+    few_glyphs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps a run: the file has a run per recipe, and the page can be made of it."""
+    arguments = ["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
+    assert accuracy.main(arguments) == 0
+    measured = results.read_json(tmp_path / "accuracy-vit.json")
+    assert [run["recipe"] for run in measured["runs"]] == list(accuracy.SETS["precisions"])
+    assert all(0 <= run["value"] <= 100 for run in measured["runs"])
+    assert "one seed: no verdict" in accuracy.block(measured)
+    assert "vit seed 0 fp8-block" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        accuracy.main(["--task", "dog"])
+
+
+def test_formats(examples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run as a GPU computes it, and what is kept of it."""
+    monkeypatch.setattr(accuracy, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
+    monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
+    train_gpt, small = example("train_gpt"), ["--layers=1", "--width=64"]
+    parse = train_gpt.parse_arguments
+    monkeypatch.setattr(train_gpt, "parse_arguments", lambda words: parse(words + small))
+    arguments = ["--task", "gpt", "--set", "formats", "--steps", "2", "--out", str(tmp_path)]
+    assert accuracy.main([*arguments, "--seeds", "1"]) == 0
+    first = results.read_json(tmp_path / "accuracy-gpt-formats.json")["runs"]
+    assert accuracy.main([*arguments, "--seeds", "2", "--resume"]) == 0
+    measured = results.read_json(tmp_path / "accuracy-gpt-formats.json")
+    assert measured["runs"][:2] == first
+    assert [r["seed"] for r in measured["runs"]] == [0, 0, 1, 1]
+    run = measured["runs"][1]
+    assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
+    with pytest.raises(SystemExit):
+        accuracy.main(["--task", "vit", "--set", "formats"])

@@ -34,10 +34,11 @@ def step(
     loss: Callable[[Any], torch.Tensor] = loss_of,
     batches: int = 1,
     optimizer: Any = None,
+    scaler: Any = None,
 ) -> list[str]:
-    """Findings of a step without a scaler."""
+    """Findings of a step in which a scaler is not used."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
-    with mixprec.audit(model, optimizer=optimizer) as audit:
+    with mixprec.audit(model, optimizer=optimizer, scaler=scaler) as audit:
         for _ in range(batches):
             with region or nullcontext():
                 value = loss(model(x))
@@ -59,6 +60,7 @@ def scaled(model: nn.Module, then: str, low: bool = True, scaler: Any = None) ->
             "clip_value": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
             "unscale_": lambda: scaler.unscale_(sgd),
             "step": lambda: scaler.step(sgd),
+            "plain_step": sgd.step,
             "update": scaler.update,
         }
         for name in then.split():

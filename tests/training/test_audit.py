@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from independent import assert_same_bits
+from models import Model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -200,15 +201,8 @@ def test_of_ops_that_torchs_counter_lacks() -> None:
 
 
 def cast_in_the_model() -> nn.Module:
-    class Island(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.float() @ self.w.float()
-
-    return Island()
+    w = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+    return Model(lambda self, x: x.float() @ self.w.float(), w=w)
 
 
 def test_who_decided() -> None:
@@ -247,196 +241,6 @@ def test_torchs_attention_without_a_kernel() -> None:
     found = {(op.op, op.precision, op.decided) for op in audit.ops if op.phase == "forward"}
     assert {row for row in found if row[0] in ("bmm", "baddbmm")} == {("bmm", "fp32", "torch")}
     assert audit.findings == []
-
-
-# Findings
-
-
-def step(model: nn.Module, x: torch.Tensor = X, times: int = 1, scaler: Any = None) -> list[str]:
-    """What is found in steps without a scaler that is used."""
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
-        for _ in range(times):
-            square(model(x)).backward()
-        sgd.step()
-    return audit.findings
-
-
-def scaled(
-    model: nn.Module,
-    scaler: Any,
-    through_scaler: bool = True,
-    dtype: torch.dtype = torch.float16,
-    x: torch.Tensor = X,
-) -> list[str]:
-    """In a step in which the scaler is used."""
-    kind = mixprec.optim.SGD if type(scaler) is mixprec.GradScaler else torch.optim.SGD
-    sgd = kind(model.parameters(), lr=0.0)
-    with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
-        with torch.autocast("cpu", dtype, enabled=x.dtype == torch.float32):
-            loss = square(model(x))
-        scaler.scale(loss).backward()
-        if through_scaler:
-            scaler.step(sgd)
-            scaler.update()
-        else:
-            sgd.step()
-    return audit.findings
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(6, 6), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.layer(x))
-
-
-def island(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return x.float()
-
-
-class Part(nn.Module):
-    def __init__(self, enabled: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.enabled = nn.Linear(6, 6), nn.Linear(6, 6), enabled
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.first(x)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
-                return self.second(x if self.enabled else x.float())
-
-
-class Experts(nn.Module):
-    """A product of its own parameter, whose class has no `weight`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer, self.experts, self.dtype = (
-            nn.Linear(6, 6),
-            nn.Parameter(torch.ones(6, 6)),
-            dtype,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.layer(x)
-        return x.relu().to(self.dtype) @ self.experts.to(self.dtype)
-
-
-def deep() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12)))
-
-
-def frozen(recipe: str) -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return mixprec.convert(model, recipe)
-
-
-def half(model: nn.Module) -> nn.Module:
-    return model.half()
-
-
-def scaled_half(function: Callable[..., torch.Tensor]) -> list[str]:
-    model = half(Function(function))
-    return scaled(model, mixprec.GradScaler(), x=X.half(), dtype=torch.bfloat16)
-
-
-FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] = {
-    # what is planted, the finding, and the same without the fault
-    "a skipped layer": (
-        lambda: step(mixprec.convert(mlp(), "bf16", overrides={"2": None})),
-        r"2 \(Linear\): fp32, because mixprec.convert has left it out; 60.0% of the FLOPs",
-        lambda: step(mixprec.convert(mlp(), "bf16")),
-    ),
-    "the last of many layers": (
-        lambda: step(mixprec.convert(deep(), "bf16", overrides={"11": None})),
-        r"11 \(Linear\): fp32, because mixprec.convert has left it out; 8.6% of the FLOPs",
-        lambda: step(mixprec.convert(deep(), "bf16")),
-    ),
-    "experts outside of autocast": (
-        lambda: step(Experts(torch.float32)),
-        r"Experts \(Experts\): fp32, .*; 60.0% of the FLOPs",
-        lambda: step(Experts(torch.bfloat16)),
-    ),
-    "autocast off in a part": (
-        lambda: step(Part(False)),
-        r"second \(Linear\): fp32, set by: tensor dtype; 60.0% of the FLOPs",
-        lambda: step(Part(True)),
-    ),
-    "a disabled GradScaler": (
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", enabled=False)),
-        "GradScaler is disabled: fp16 gradients are not scaled",
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
-    ),
-    "a GradScaler that scales nothing": (
-        lambda: step(half(mlp()), X.half(), scaler=mixprec.GradScaler()),
-        r"scaler.scale\(loss\) was not called before backward\(\)",
-        lambda: scaled(mlp(), mixprec.GradScaler()),
-    ),
-    "a step without the GradScaler": (
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu"), through_scaler=False),
-        r"optimizer.step\(\) ran in place of scaler.step\(\)",
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
-    ),
-    "a GradScaler for bf16": (
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu"), dtype=torch.bfloat16),
-        "GradScaler scales the loss, and no op computes in fp16: it is not needed",
-        lambda: step(mlp().bfloat16(), X.bfloat16()),
-    ),
-    "a loss scale that has fallen": (
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**-3)),
-        "the loss scale has fallen to 0.125",
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
-    ),
-    "fp16 without a GradScaler": (
-        lambda: step(half(mlp()), X.half()),
-        "fp16 gradients are not scaled, or audit was not given the scaler",
-        lambda: scaled(mlp(), mixprec.GradScaler()),
-    ),
-    "steps that are all skipped": (
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**40)),
-        "GradScaler has skipped every step: gradients are Inf or NaN",
-        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
-    ),
-    "softmax in fp16": (
-        lambda: scaled_half(lambda x: x.softmax(-1)),
-        "softmax runs in fp16: Function",
-        lambda: scaled_half(lambda x: x.softmax(-1, dtype=torch.float32)),
-    ),
-    "a loss in bf16": (
-        lambda: step(Function(lambda x: F.log_softmax(x, -1)).bfloat16(), X.bfloat16()),
-        r"Function: the loss is computed in bf16 \(log_softmax\)",
-        lambda: step(Function(lambda x: F.log_softmax(x.float(), -1)).bfloat16(), X.bfloat16()),
-    ),
-    "a cast and back": (
-        lambda: step(Function(lambda x: x.bfloat16().float())),
-        r"test_audit.py:\d+: a tensor is cast from fp32 to bf16 and back at once, 1x$",
-        lambda: step(Function(lambda x: x.bfloat16().relu())),
-    ),
-    "a gradient summed in 16 bits": (
-        lambda: step(mlp(bias=False).bfloat16(), X.bfloat16(), times=4),
-        "gradients are summed in bf16 over 4 backward passes, of 0.weight, 2.weight: give the opt",
-        lambda: step(mlp(bias=False), times=4),
-    ),
-    "a frozen layer in fp8": (
-        lambda: step(frozen("fp8")),
-        "0: a frozen weight is cast to fp8 in each pass",
-        lambda: step(mixprec.convert(mlp(), "fp8")),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults(fault: str) -> None:
-    plant, finding, clean = FAULTS[fault]
-    found = plant()
-    assert len([one for one in found if re.search(finding, one)]) == 1, found
-    assert clean() == []
 
 
 # The run itself
@@ -526,17 +330,8 @@ def silu_and_encoder() -> list[tuple[nn.Module, tuple[torch.Tensor, ...], Any]]:
         (encoder, (x,), in_autocast()),
         (nn.MultiheadAttention(8, 2, batch_first=True).eval(), (x, x, x), in_autocast()),
         (nn.Bilinear(8, 8, 8), (x, x), in_autocast()),
-        (Sparse(), (x[0],), in_autocast()),
+        (sparse(), (x[0],), in_autocast()),
     ]
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.eye(3).to_sparse())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sparse.mm(self.w, x)
 
 
 @contextmanager
@@ -595,30 +390,19 @@ def test_how_often_a_gradient_is_summed() -> None:
         assert all("over 4 backward passes" in line for line in found)
 
 
+def sparse() -> nn.Module:
+    w = nn.Parameter(torch.eye(3).to_sparse())
+    return Model(lambda self, x: torch.sparse.mm(self.w, x), w=w)
+
+
 def test_forward_called_by_the_program_and_second_derivatives() -> None:
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer.forward(x)
+        (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return g.square().sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer.forward(x)
-            (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-            return g.square().sum()
-
-    model = Penalty()
-    audit = mixprec.audit(model, X.clone().requires_grad_())
+    audit = mixprec.audit(Model(forward, layer=nn.Linear(6, 6)), X.clone().requires_grad_())
     assert {op.module for op in audit.ops if op.flops} == {"layer"}
-
-
-def test_inputs_with_gradients_and_losses_without() -> None:
-    x = X.clone().requires_grad_()
-    x.grad = torch.ones_like(x)
-    mixprec.audit(mlp(), x, loss=square)
-    assert torch.equal(x.grad, torch.ones_like(x))
-    with torch.no_grad():
-        audit = mixprec.audit(mlp(), X, loss=square)
-    assert audit.notes == ["There was no backward pass: the loss needs no gradient."]
 
 
 def test_nested_tensors() -> None:
@@ -633,15 +417,26 @@ def test_nested_tensors() -> None:
         assert audit.table()
 
 
+def test_inputs_with_gradients_losses_without_and_notes() -> None:
+    x = X.clone().requires_grad_()
+    x.grad = torch.ones_like(x)
+    mixprec.audit(mlp(), x, loss=square)
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with torch.no_grad():
+        audit = mixprec.audit(mlp(), X, loss=square)
+    assert audit.notes == ["There was no backward pass: the loss needs no gradient."]
+    assert mixprec.audit(mlp(), X * torch.inf, loss=square).findings[0] == "the loss is nan"
+    for pool, said in ((nn.MaxPool1d(2), True), (nn.MaxPool2d(2), False)):
+        audit = mixprec.audit(nn.Sequential(pool, nn.Linear(3, 2)), X[None], loss=square)
+        assert any("max_pool1d" in note for note in audit.notes) == said
+
+
 def test_a_compiled_model_says_so() -> None:
     model = mlp()
     scripted = mixprec.audit(torch.jit.script(model), X, loss=square)
     assert "TorchScript" in scripted.notes[0]
     assert sum(scripted.flops.values()) > 0
-    assert mixprec.audit(model, X, loss=square).notes == []
     audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
-    assert [note[:45] for note in audit.notes] == ["What torch.compile compiles ran uncompiled in"]
-    assert audit.notes[0] in str(audit)
     assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
 
 
@@ -664,6 +459,8 @@ def test_the_page(tmp_path: Path) -> None:
         op.flops for op in audit.ops if op.module is not None
     )
     assert "http" not in text.replace("http://www.w3.org", "")
+    assert not re.search(r"<(link|iframe|img|object|embed)|\b(src|href|data)=|url\(|@import", text)
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(", text)
     assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
         "#d94801", "#238b45", "#74c476", "#969696",
     ]  # fmt: skip
@@ -674,6 +471,9 @@ import torch
 def mlp():
     layers = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
     return torch.nn.Sequential(*layers), torch.ones(4, 8), torch.sum
+def low():
+    torch.manual_seed(0)
+    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum
 def wrong():
     return 1
 """
@@ -696,6 +496,14 @@ def test_the_command(
     assert run(make, "--strict") == 0
     assert run(make, "--require", "fp8=0.9") == 1
     assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
+    assert run("made_for_audit:low", "--what-if", "mxfp8", "--html", "b.html", "--json", "b") == 0
+    assert "in mxfp8" in capsys.readouterr().out
+    text, ops = Path("b.html").read_text(), json.loads(Path("b").read_text())["ops"]
+    assert "What they lost" in text
+    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
+    (row,) = [op for op in ops if op["phase"] == "forward" and op["kind"] == "product"]
+    assert row["lost"]["y"]["own"] > 40
+    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
     for arguments, message in (
         (("made_for_audit:wrong",), "must return"),
         (("made_for_audit",), "expected MODULE:FUNCTION, as in train:make_model, got"),
@@ -729,17 +537,6 @@ def test_bad_input() -> None:
     audit = mixprec.audit(model, X, loss=square)  # the modes are gone again
     with pytest.raises(RuntimeError, match="cannot be entered again"), audit:
         pass
-
-
-def test_a_loss_that_is_not_finite() -> None:
-    audit = mixprec.audit(mlp(), X * torch.inf, loss=square)
-    assert audit.findings[0] == "the loss is nan"
-
-
-def test_a_note_on_what_a_dispatch_mode_changes() -> None:
-    for pool, said in ((nn.MaxPool1d(2), True), (nn.MaxPool2d(2), False)):
-        audit = mixprec.audit(nn.Sequential(pool, nn.Linear(3, 2)), X[None], loss=square)
-        assert any("max_pool1d" in note for note in audit.notes) == said
 
 
 def test_mxfp8_by_its_name_with_eight_bits_and_no_recipe_without_a_name() -> None:

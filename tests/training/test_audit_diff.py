@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Model as Parts
 from torch import nn
 from torch.nn import functional as F
 
@@ -177,18 +178,6 @@ def test_an_op_that_is_wrong_by_itself(wrong: str, monkeypatch: pytest.MonkeyPat
     assert f"in the second step {said} is off by" in diff.said
 
 
-def test_bisect_leaves_both_as_they_were() -> None:
-    a, b = model(), prepared("fp8", model())
-    before = [copy.deepcopy(m.state_dict()) for m in (a, b)]
-    state = torch.get_rng_state()
-    assert mixprec.bisect(a, b, TOKENS).first is None
-    assert torch.equal(state, torch.get_rng_state())
-    for m, values in zip((a, b), before, strict=True):
-        assert all(p.grad is None for p in m.parameters())
-        for key, value in m.state_dict().items():
-            assert torch.equal(value, values[key])
-
-
 def test_models_without_a_common_op() -> None:
     a, b = nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.ReLU(), nn.Linear(6, 5))
     with pytest.raises(ValueError, match=r"no op in common: 0, y in forward, of the first"):
@@ -217,12 +206,12 @@ def test_inside_of_a_region_that_has_cast_the_weights() -> None:
 
 def test_with_a_file_of_another_process(tmp_path: Path) -> None:
     program = (
-        "import sys, torch, mixprec; sys.path.insert(0, sys.argv[1]); import test_audit_diff as t\n"
-        "m = t.model(); t.CHANGES['epsilon'][0](m); t.audited('fp32', m).save(sys.argv[2])"
+        "import sys; sys.path[:0] = sys.argv[2:]; import test_audit_diff as t\n"
+        "m = t.model(); t.CHANGES['epsilon'][0](m); t.audited('fp32', m).save(sys.argv[1])"
     )
     path = tmp_path / "other.json"
-    here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-P", "-c", program, here, str(path)], check=True)
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-P", "-c", program, path, here, here.parent], check=True)
     assert len(json.loads(path.read_text())["points"]) > 30
     diff = audited("fp32", model()).diff(path)
     assert diff.first is not None
@@ -261,25 +250,16 @@ def test_distances_of_sketches() -> None:
     assert math.isinf(distance(sketch(x), sketch(x / 0)))
 
 
-class Times(nn.Module):
-    """x @ w, of which torch computes x^T g; of a linear layer it computes g^T x."""
-
-    def __init__(self, is_linear: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        w = torch.randn(24, 16)
-        self.w, self.is_linear = nn.Parameter(w.t().contiguous() if is_linear else w), is_linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.w) if self.is_linear else x @ self.w
-
-
 def test_gradients_of_weights_have_one_orientation() -> None:
+    """Of x @ w torch computes x^T g; of a linear layer it computes g^T x."""
     x, g = torch.randn(8, 24), torch.randn(8, 16)
     steps = []
-    for is_linear in (False, True):
-        with mixprec.audit(times := Times(is_linear), sqnr=True) as audit:
-            times(x).backward(g)
+    w = torch.randn(24, 16)
+    times = Parts(lambda self, x: x @ self.w, w=nn.Parameter(w))
+    linear = Parts(lambda self, x: F.linear(x, self.w), w=nn.Parameter(w.t().contiguous()))
+    for model in (times, linear):
+        with mixprec.audit(model, sqnr=True) as audit:
+            model(x).backward(g)
         steps.append(audit)
     diff = steps[0].diff(steps[1])
     (place,) = [place for place in diff.places if place.op == "grad_weight"]
@@ -289,17 +269,10 @@ def test_gradients_of_weights_have_one_orientation() -> None:
 
 def test_layers_that_torch_computes_in_other_ways() -> None:
     """A bias that is added later, attention's projections in one product, gradients that cancel."""
-
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(32, 16), nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x.transpose(1, 2)))
-
+    layers = {"first": nn.Linear(32, 16), "last": nn.Linear(16, 4)}
+    transposed = Parts(lambda self, x: self.last(self.first(x.transpose(1, 2))), **layers)
     encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    for m, x in ((Transposed(), torch.randn(2, 32, 6)), (encoder, torch.randn(2, 6, 32))):
+    for m, x in ((transposed, torch.randn(2, 32, 6)), (encoder, torch.randn(2, 6, 32))):
         for recipe in ("bf16", "fp8", "nvfp4"):
             other = mixprec.convert(copy.deepcopy(m), recipe, fuse=True)
             diff = mixprec.bisect(m, other, x, loss=lambda y: y.sin().mean())
@@ -314,19 +287,15 @@ def test_names_that_torch_compile_gives() -> None:
 def test_what_amplifies_a_rounding_error() -> None:
     """A difference of two numbers that are nearly the same."""
 
-    class Cancels(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
-            with torch.no_grad():
-                self.b.weight[:, 8:] = -self.b.weight[:, :8] * 1.01
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.a(x)
-            return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
 
     torch.manual_seed(0)
-    cancels, x = Cancels(), torch.randn(8, 16)
+    cancels = Parts(forward, **{name: nn.Linear(16, 16, bias=False) for name in "abc"})
+    with torch.no_grad():
+        cancels.b.weight[:, 8:] = -cancels.b.weight[:, :8] * 1.01
+    x = torch.randn(8, 16)
     before = copy.deepcopy(cancels.state_dict())
     diff = mixprec.bisect(cancels, None, x, loss=torch.sum, perturb=True)
     (place, factor), *_ = diff.amplifiers()

@@ -60,12 +60,6 @@ def test_every_function_takes_every_batch(batch: Any) -> None:
     assert lean.linear.weight.dtype == torch.bfloat16
 
 
-def test_a_run_with_a_dict_is_one_with_a_tuple() -> None:
-    runs = [mixprec.compare(Squares, [batch] * 3, "fp16") for batch in (BATCHES[0], BATCHES[3])]
-    assert runs[0]["fp16"].losses == runs[1]["fp16"].losses
-    assert runs[0]["fp16"].data == runs[1]["fp16"].data
-
-
 WRAPS = (Output, lambda logits, loss: {"loss": loss, "logits": logits}, lambda _, loss: loss)
 
 

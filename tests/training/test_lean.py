@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from models import Model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -84,18 +85,9 @@ def test_checkpointed_blocks() -> None:
         assert torch.equal(p.grad, q.grad)
     # Around the model, a checkpoint has no effect.
     model, optimizer = mixprec.lean(make(), verbose=False)
-    around = Around(model)
+    around = Model(lambda self, x: checkpoint(self.a, x, use_reentrant=False), a=model)
     reports = [mixprec.memory_report(net, optimizer, x, loss_of) for net in (model, around)]
     assert reports[0].saved == reports[1].saved
-
-
-class Around(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.model, x, use_reentrant=False)
 
 
 def test_bad_input_changes_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
@@ -150,22 +149,6 @@ def test_moments_that_someone_replaces(kind: Kind, dtype: torch.dtype) -> None:
                 mine[key] = value * factor
                 other[key].mul_(factor)
     assert_same(run, expected)
-
-
-@kinds
-def test_a_state_that_someone_clears(kind: Kind) -> None:
-    """As restarts do: training goes on as with a new optimizer, from the same FP32 values."""
-    for mix in kind.mixes:
-        for clear in (
-            lambda o: o.state.clear(),
-            lambda o: setattr(o, "state", defaultdict(dict)),
-            lambda o: o.state.pop(o.param_groups[0]["params"][0]),
-        ):
-            run = Run(kind, parameters(torch.bfloat16, [(9,)]), lr=0.01, **mix).train(2)
-            expected = Run(kind, copy.deepcopy(run).params, lr=0.01, **mix)
-            clear(run.optimizer)
-            run.steps = 0
-            assert_same(run.train(2), expected.train(2))
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])

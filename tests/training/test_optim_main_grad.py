@@ -40,23 +40,19 @@ def test_micro_batches_add_up_in_fp32(kind: Kind, dtype: torch.dtype) -> None:
 
 
 def test_a_gradient_that_is_there_already_makes_way_for_fp32_ones() -> None:
-    """An optimizer that is made after a backward pass, or again; params that are added."""
-    p, added = (torch.nn.Parameter(torch.ones(3, dtype=d)) for d in LOW)
-    AdamW([p], grad_dtype=torch.float32)
+    """An optimizer that is made after a backward pass, or again; params that are added, or frozen
+    at first."""
+    p, added, frozen = (torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (*LOW, LOW[0]))
+    AdamW([p, frozen.requires_grad_(False)], grad_dtype=torch.float32)
     p.sum().backward()
     AdamW([p], grad_dtype=torch.float32).add_param_group({"params": [added]})
     (p.sum() + added.sum()).backward()
     assert torch.equal(p.grad, torch.full((3,), 2.0))
     assert torch.equal(added.grad, torch.ones(3))
-
-
-def test_grad_dtype_of_a_param_that_is_frozen_at_first() -> None:
-    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
-    AdamW([p], grad_dtype=torch.float32)
-    p.requires_grad_()
+    frozen.requires_grad_()
     for _ in range(300):
-        p.sum().backward()
-    assert torch.equal(p.grad, torch.full((3,), 300.0))  # 256 in BF16
+        frozen.sum().backward()
+    assert torch.equal(frozen.grad, torch.full((3,), 300.0))  # 256 in BF16
 
 
 def test_grad_dtype_outlives_casts_and_copies() -> None:

@@ -25,10 +25,7 @@ from optimizers import (
     through_a_file,
 )
 
-from mixprec.diagnostics.memory_report import _state_bytes
 from mixprec.optim import SGD, AdamW, Masters, fp32_state_dict
-from mixprec.optim._base import Optimizer
-from mixprec.stats import _applied
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda run: pickle.loads(pickle.dumps(run))}
 WAYS = (*COPIES, "weights first", "state first", "through FP32", "through BF16")
@@ -188,11 +185,9 @@ def test_a_state_that_is_no_params_is_saved_and_loaded_as_torch_does(kind: Kind)
         optimizer = run.optimizer
         optimizer.state.update(own)
         states = [optimizer.state_dict()]
-        if isinstance(optimizer, Optimizer):
+        if hasattr(optimizer, "fp32_state_dict"):
             states.append(optimizer.fp32_state_dict())
             fp32_state_dict(torch.nn.ParameterList(run.params), optimizer)
-            _applied(optimizer)
-            assert sum(_state_bytes(optimizer).values()) > 16
         for state in states:
             other = make(clones(run.params), lr=0.1)
             other.load_state_dict(state)

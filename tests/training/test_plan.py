@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from independent import assert_same_bits
+from models import Model as Parts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -169,15 +170,7 @@ def test_predicted_is_what_the_loss_grows_by(loss: Any) -> None:
         target = x[:, :8].argmax(-1) if loss is F.cross_entropy else x[:, :8].tanh()
         data.append((x, target))
 
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(self.net(x), target)
-
-    task = Task()
+    task = Parts(lambda self, x, target: loss(self.net(x), target), net=net)
     optimizer = torch.optim.AdamW(task.parameters(), 3e-3)
     for _ in range(30):
         for batch in data:
@@ -242,8 +235,6 @@ def test_as_many_passes_as_were_allowed() -> None:
         assert done[-1][0] == done[-1][1]
         harm = [row["harm"]["grad_input"]["fp8"] for row in found.measured.values()]
         assert min(harm) > 0
-    with pytest.raises(ValueError, match="passes must be an int of 4 or more, got 3"):
-        planned(passes=3)
 
 
 # Plans
@@ -363,25 +354,6 @@ def test_applied_in_the_middle_of_a_run(tmp_path: Path) -> None:
     ran = {(op.module, op.decided.split()[-1]) for op in audit.ops if op.module in plan.recipes}
     assert {name for name, _ in ran} == {*plan.recipes}
     assert {recipe for _, recipe in ran} <= {*plan.recipes.values(), "recipe"}
-    # Edited by hand.
-    saved = json.loads((tmp_path / "plan.json").read_text())
-    saved["recipes"]["up"] = "fp8+gw-bf16"
-    (tmp_path / "plan.json").write_text(json.dumps(saved))
-    edited = mixprec.Plan.load(tmp_path / "plan.json")
-    assert edited.assignment()["up"] == {
-        "forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"
-    }  # fmt: skip
-    assert edited.predicted != plan.predicted
-    # By another name; and to what was not measured, which has no prediction.
-    saved["recipes"]["up"] = "BF16+gw-tensorwise"
-    (tmp_path / "plan.json").write_text(json.dumps(saved))
-    renamed = mixprec.Plan.load(tmp_path / "plan.json")
-    assert renamed.recipes["up"] == "bf16+gw-fp8"
-    for recipe, got in (("fp8-block", "fp8-block"), ("fp8+gi-nvfp4", "nvfp4-1x16")):
-        saved["recipes"]["up"] = recipe
-        (tmp_path / "plan.json").write_text(json.dumps(saved))
-        with pytest.raises(ValueError, match=f"layer 'up' must be one of .* got '{got}'"):
-            mixprec.Plan.load(tmp_path / "plan.json")
 
 
 def test_recipes_of_a_file(tmp_path: Path) -> None:
@@ -401,6 +373,15 @@ def test_recipes_of_a_file(tmp_path: Path) -> None:
     loaded.apply(net)
     assert net.attention.recipe.name == "fp8"
     assert loaded.predicted == plan.predicted
+    edited = load(recipes={"up": "fp8+gw-bf16"})
+    assert edited.assignment()["up"] == {
+        "forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"
+    }  # fmt: skip
+    assert edited.predicted != plan.predicted
+    assert load(recipes={"up": "BF16+gw-tensorwise"}).recipes["up"] == "bf16+gw-fp8"
+    for recipe, got in (("fp8-block", "fp8-block"), ("fp8+gi-nvfp4", "nvfp4-1x16")):
+        with pytest.raises(ValueError, match=f"layer 'up' must be one of .* got '{got}'"):
+            load(recipes={"up": recipe})
     with pytest.raises(ValueError, match="there was no layer 'upp'"):
         load(recipes={"upp": "fp8"})
     with pytest.raises(ValueError, match="the recipe of layer 'up' must have no outliers"):
@@ -468,21 +449,15 @@ def test_compared_with_other_recipes() -> None:
         ({"formats": ("fp8-delayed",)}, "without state"),
         ({"loss": lambda y: y * math.nan}, "must be a finite number, got nan of batch 0"),
         ({"budget": {"loss": 0.0, "time": 0.5}}, "no assignment keeps loss <= 0, time <= 0.5"),
+        ({"model": nn.ReLU()}, "there is no layer to plan"),
+        ({"batches": []}, "batches must have at least one"),
+        ({"model": Model().requires_grad_(False)}, "the loss has no gradient"),
+        ({"passes": 3}, "passes must be an int of 4 or more, got 3"),
     ],
 )
 def test_bad_input(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        planned(**options)
-
-
-def test_no_layers_and_no_batches() -> None:
-    with pytest.raises(ValueError, match="there is no layer to plan"):
-        mixprec.plan(nn.ReLU(), batches(), budget={"time": 1})
-    with pytest.raises(ValueError, match="batches must have at least one"):
-        mixprec.plan(model(), [], budget={"time": 1})
-    frozen = model().requires_grad_(False)
-    with pytest.raises(ValueError, match="the loss has no gradient"):
-        mixprec.plan(frozen, batches(), budget={"time": 1})
+        mixprec.plan(**{"model": model(), "batches": batches(), "budget": {"time": 0.6}} | options)
 
 
 # Costs

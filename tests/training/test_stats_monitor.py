@@ -7,11 +7,13 @@ import json
 import logging
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from stats_models import Net, measured, of, one_linear, one_step
+from models import Model
+from test_stats import Net, measured, of, one_linear, one_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,21 +87,15 @@ def test_one_transfer_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(monitor.records) == 3
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.last = nn.Linear(16, 16)  # after it: a repeated forward ends where it may
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: self.last(self.inner(x)), x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_repeated_forward_counts_once(reentrant: bool) -> None:
-    model = mixprec.convert(Checkpointed(reentrant), "fp8")
-    monitor = measured(model, torch.randn(8, 16, requires_grad=True))
+    """`last` is after it: a repeated forward ends where it may."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.last(self.inner(x)), x, use_reentrant=reentrant)
+
+    model = Model(forward, inner=nn.Linear(16, 16), last=nn.Linear(16, 16))
+    monitor = measured(mixprec.convert(model, "fp8"), torch.randn(8, 16, requires_grad=True))
     assert [of(monitor, "inner", t)["calls"] for t in "xwgy"] == [1, 1, 1, 1]
 
 
@@ -140,8 +136,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match="every must be an int of 1 or more"):
             Monitor(one_linear(), every=every)  # type: ignore[arg-type]
-    assert Monitor(one_linear()).table() == "nothing was sampled"
-    Monitor(one_linear()).to_jsonl(tmp_path / "none.jsonl")
+    monitor = Monitor(one_linear())
+    for wrong in (print, "runs/1", logging.getLogger("mixprec")):  # its log() takes a level
+        with pytest.raises(TypeError, match=r"add_scalar\(tag, .* or log\(dict, step=\), .* got "):
+            monitor.to_logger(wrong)
+    assert monitor.table() == "nothing was sampled"
+    monitor.to_jsonl(tmp_path / "none.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,13 +168,6 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     logged = [(call.args[0], call.kwargs["step"]) for call in wandb.log.call_args_list]
     assert [step for _, step in logged] == [0, 1, 2, 3]
     assert [(*number, step) for numbers, step in logged for number in numbers.items()] == added
-
-
-def test_what_is_no_logger() -> None:
-    monitor = Monitor(one_linear())
-    for wrong in (print, "runs/1", logging.getLogger("mixprec")):  # its log() takes a level
-        with pytest.raises(TypeError, match=r"add_scalar\(tag, .* or log\(dict, step=\), .* got "):
-            monitor.to_logger(wrong)
 
 
 def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:
