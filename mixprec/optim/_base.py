@@ -259,8 +259,8 @@ class Optimizer(SavedOptimizer):
         grad_scale, found_inf = self._current_scaling()
         # Gradients that a scaler's unscale_ has checked are read again only for their norm.
         seen = found_inf is not None and grad_scale is None
-        of_torch = found_inf is not None and self._scaling is None and self._batches.met_main_grad
-        if of_torch and any(gradient_of(p) is not p.grad for b in batches for p in b.params):
+        by_torch = found_inf is not None and self._scaling is None and self._batches.met_main_grad
+        if by_torch and any(gradient_of(p) is not p.grad for b in batches for p in b.params):
             raise RuntimeError(
                 f"{type(self).__name__}.step: torch.amp.GradScaler does not see main_grad: "
                 "unscale_ would leave it as it is, and its overflow not reduce the scale. Use "
