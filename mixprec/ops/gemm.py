@@ -140,7 +140,7 @@ def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> 
     """`gemm_accumulate_` of plain tensors; see `run`."""
     if simulated is not None and operands.a.device.type == "cpu":
         if not torch.compiler.is_compiling():
-            _check_accumulate(acc, operands)
+            gemm_accumulate_op.check(acc, *operands)
         acc.add_(run(operands, None, torch.float32, False, simulated))
     else:
         gemm_accumulate_op(acc, *operands)

@@ -345,3 +345,15 @@ def test_dequantize_names_the_field() -> None:
         mixprec.dequantize(X)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^dequantize: q.data must be a torch.Tensor"):
         mixprec.dequantize(QUANTIZED._replace(data=None))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_none_is_no_tensor(name: str) -> None:
+    """But where the schema says that it may be missing."""
+    op = OPS[name]
+    for i, argument in enumerate(op.handle()._schema.arguments):
+        if str(argument.type) == "Tensor":
+            args = list(arguments(name, dtype_of(name), "contiguous"))
+            args[i] = None
+            with pytest.raises(TypeError, match=rf"{argument.name} must be a torch.Tensor, got No"):
+                op(*args)

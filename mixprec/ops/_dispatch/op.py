@@ -70,11 +70,12 @@ class Op:
         self.examples: Callable[[str], Iterator[list[Any]]] = examples or self_check.examples(name)
         self.arguments = tuple(argument.name for argument in parsed)
         self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
-        self.check = self.by_name(check)
+        self._check = self.by_name(check)
         kinds = [str(argument.type) for argument in parsed]
         # The argument whose device is that of the call: the first tensor, else the first list.
         self._owner_is_list = "Tensor" not in kinds
         self._owner = kinds.index("List[Tensor]" if self._owner_is_list else "Tensor")
+        self._required = [i for i, kind in enumerate(kinds) if kind == "Tensor"]
         self._lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
         self._written = [i for i, a in enumerate(parsed) if a.alias_info and a.alias_info.is_write]
         self._operands = tuple(self.arguments.index(operand) for operand in operands)
@@ -108,6 +109,13 @@ class Op:
             return lambda *args: function(self.Args(*args))
         takes = [take(name) for name in wanted]
         return lambda *args: function(*[take(args) for take in takes])
+
+    def check(self, *args: Any) -> None:
+        """Raise ValueError or TypeError for invalid arguments."""
+        for i in self._required:
+            if args[i] is None:  # the checks of a tensor accept it for optional ones
+                checks.is_tensor(self.name, self.arguments[i], None)
+        self._check(*args)
 
     @cached_property
     def _has_cpp(self) -> bool:

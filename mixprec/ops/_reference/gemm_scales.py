@@ -44,6 +44,7 @@ def check_acc(
     op: str, acc: torch.Tensor, shape: Sequence[int], meaning: str, on: torch.Tensor, /, **read: Any
 ) -> None:
     """acc is fp32 of this shape, on a's device, and overlaps with none of the tensors `read`."""
+    checks.is_tensor(op, "acc", acc)
     checks.matches(op, "acc", acc, (torch.float32,), on, shape, meaning, "a")
     checks.is_writable(op, "acc", acc)
     for name, t in read.items():
