@@ -60,17 +60,17 @@ bool unscale_row(T* g, typename Unscale<T>::Real inv_scale, int64_t n, uint32_t*
 
 // Sixteen partial sums, reduced pairwise at the end: the order depends only on n, not on the
 // instruction set or the number of threads.
-constexpr int64_t kLanes = 16;
+constexpr int64_t kPartialSums = 16;
 
 template <class Notes, class T>
 bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, double* sum_sq,
                     uint32_t* counts) {
   using Real = typename Unscale<T>::Real;
-  double sums[kLanes] = {};
+  double sums[kPartialSums] = {};
   Notes notes;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) {
+  for (; i + kPartialSums <= n; i += kPartialSums) {
+    for (int64_t l = 0; l < kPartialSums; ++l) {
       Real value = Unscale<T>::apply(g[i + l], inv_scale);
       notes.add(l, g[i + l], value);
       sums[l] += static_cast<double>(value) * static_cast<double>(value);
@@ -81,7 +81,7 @@ bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, 
     notes.add(l, g[i], value);
     sums[l] += static_cast<double>(value) * static_cast<double>(value);
   }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+  for (int64_t half = kPartialSums / 2; half > 0; half /= 2) {
     for (int64_t l = 0; l < half; ++l) sums[l] += sums[l + half];
   }
   *sum_sq = sums[0];
@@ -95,8 +95,8 @@ bool with_grad(Dtype dtype, const F& f) {
 }
 
 bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts) {
-  return with_grad(dtype, [&](auto t) {
-    auto* x = static_cast<typename decltype(t)::type*>(g);
+  return with_grad(dtype, [&]<class T>(Type<T>) {
+    T* x = static_cast<T*>(g);
     return counts ? unscale_row<Kinds<1>>(x, inv_scale, n, counts)
                   : unscale_row<Finite<1>>(x, inv_scale, n, counts);
   });
@@ -104,9 +104,9 @@ bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts)
 
 bool grad_stats(Dtype dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
                 uint32_t* counts) {
-  return with_grad(dtype, [&](auto t) {
-    auto* x = static_cast<const typename decltype(t)::type*>(g);
-    return counts ? sum_of_squares<Kinds<kLanes>>(x, inv_scale, n, sum_sq, counts)
-                  : sum_of_squares<Finite<kLanes>>(x, inv_scale, n, sum_sq, counts);
+  return with_grad(dtype, [&]<class T>(Type<T>) {
+    const T* x = static_cast<const T*>(g);
+    return counts ? sum_of_squares<Kinds<kPartialSums>>(x, inv_scale, n, sum_sq, counts)
+                  : sum_of_squares<Finite<kPartialSums>>(x, inv_scale, n, sum_sq, counts);
   });
 }
