@@ -77,16 +77,12 @@ inline ScalarType block_scale_type(BlockFormat format) {
   return format == BlockFormat::nvfp4 ? ScalarType::Float8_e4m3fn : ScalarType::Byte;
 }
 
-struct BlockFormatCast {
-  Dtype x_dtype;
-  BlockFormat format;
-  ScaleMode mode;
-};
-
-// The checked arguments of quantize_mx.
-inline BlockFormatCast check_block_cast(const Tensor& x, const std::string& fmt,
-                                        const std::string& mode, bool transpose,
-                                        const MaybeTensor& seed) {
+// The checked arguments of quantize_mx: the dtype of x, its format and mode.
+inline std::tuple<Dtype, BlockFormat, ScaleMode> check_block_cast(const Tensor& x,
+                                                                  const std::string& fmt,
+                                                                  const std::string& mode,
+                                                                  bool transpose,
+                                                                  const MaybeTensor& seed) {
   Dtype dtype = float_dtype(x, "quantize_mx: x");
   STD_TORCH_CHECK(!transpose || x.dim() >= 2,
                   "quantize_mx: transpose needs x of 2 or more dimensions");

@@ -6,10 +6,7 @@ namespace mixprec::cpu {
 
 namespace {
 
-const float* ones() {
-  static const std::vector<float> all(kTileSide + 64, 1.0f);
-  return all.data();
-}
+static_assert(kOnes >= kTileSide + 64);  // factors of the rows of a tile, in whole micro-tiles
 
 struct Range {
   int64_t begin, end;

@@ -39,28 +39,6 @@ Tensor gemm_with(const Kernel& kernel, const Tensor& a, const Tensor& b, BothSca
   return out;
 }
 
-Gpu gpu_of(const std::string& arch) {
-  return enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell"}, arch, "gemm_simulated",
-                      ": arch must be v100, a100, ada, hopper or blackwell");
-}
-
-// The kernel of loops() for one tensor core and two formats.
-struct Simulated {
-  const SimulatedKernel& kernel;
-  TensorCore core;
-  int least_a, least_b;
-  int64_t mr = kernel.mr, nr = kernel.nr;
-  decltype(GemmKernel::pack_a) pack_a = kernel.pack_a;
-  decltype(GemmKernel::pack_b) pack_b = kernel.pack_b;
-
-  int64_t words(int64_t k) const { return kernel.words_of_k * k; }
-  int64_t width_a(int64_t /*rows*/) const { return mr; }
-  void micro(int64_t /*width*/, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
-             int64_t ldc, bool accumulate) const {
-    kernel.micro(core, least_a, least_b, words / kernel.words_of_k, a, b, c, ldc, accumulate);
-  }
-};
-
 }  // namespace
 
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
@@ -94,13 +72,16 @@ Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b
   const char* op = "gemm_simulated";
   check_operands(a, b, op);
   Dtype a_dtype = dtype_of(a, op), b_dtype = dtype_of(b, op);
-  TensorCore core = tensor_core(gpu_of(arch), a_dtype);
+  Gpu gpu = enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell"}, arch, op,
+                         ": arch must be v100, a100, ada, hopper or blackwell");
+  TensorCore core = tensor_core(gpu, a_dtype);
   STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
   BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, op);
   scales.promoted = core.promoted && !fast_accum;
-  const SimulatedKernel& loop =
+  SimulatedKernel kernel =
       core.significant_bits == 14 ? loops().simulated_short : loops().simulated;
-  Simulated kernel{loop, core, min_exponent(a_dtype), min_exponent(b_dtype)};
+  kernel.core = &core, kernel.least_a = min_exponent(a_dtype),
+  kernel.least_b = min_exponent(b_dtype);
   return gemm_with(kernel, a, b, std::move(scales), bias, out_type, op);
 }
 

@@ -47,7 +47,7 @@ class GroupScales {
     if (!t.has_value()) return;
     STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && on_cpu(*t), op, ": ", name,
                     " must be fp32 on the CPU");
-    first_.data = static_cast<const float*>(t->const_data_ptr());
+    first_.data = read_fp32(*t);
     if (t->numel() == 1) return;
     for (const ScaleForm& form : forms) {
       if (t->dim() == form.dim) form_ = form;
@@ -58,12 +58,8 @@ class GroupScales {
     bool per_block = form_.s_dim < 0 && r == ceil_div(form_.rows, kChunk) && c == form_.chunks;
     fits = per_group || ((r == form_.rows || per_block) && (c == 1 || c == form_.chunks));
     STD_TORCH_CHECK(fits, op, ": ", name, " has a shape that fits no granularity");
-    first_.rows_per = r == form_.rows ? 1 : kChunk;
-    if (r > 1) first_.row_stride = t->strides()[form_.rows_dim];
-    if (c > 1) first_.chunk_stride = t->strides()[form_.k_dim];
-    first_.by_chunk = c > 1;
-    if (t->dim() == 3) group_stride_ = t->strides()[0];
-    if (t->numel() == 0) first_.data = nullptr;
+    first_ = read_scales(*t, form_.rows_dim, form_.k_dim, form_.rows);
+    if (t->dim() == 3) group_stride_ = t->stride(0);
   }
 
   // Whether each group has to begin at a multiple of kChunk.

@@ -11,13 +11,7 @@
 
 namespace mixprec::cpu {
 
-constexpr int64_t kTileRows = 56, kTileCols = 256;  // of sums that are scaled or stored together
-
-// One for each column of a tile.
-inline const float* ones() {
-  static const std::vector<float> all(kTileCols, 1.0f);
-  return all.data();
-}
+constexpr int64_t kTileRows = 56, kTileCols = kOnes;  // of sums that are scaled or stored together
 
 // The scales of both operands; those of b one for each column.
 struct BothScales {

@@ -63,27 +63,32 @@ struct Scales {
   }
 };
 
+// Of the scales t, with these dimensions of it along the operand's `rows` and along K.
+inline Scales read_scales(const Tensor& t, int64_t rows_dim, int64_t k_dim, int64_t rows) {
+  Scales s;
+  s.by_chunk = t.size(k_dim) > 1;
+  if (t.numel() == 0) return s;  // M, N or K is 0
+  s.data = read_fp32(t);
+  s.rows_per = t.size(rows_dim) == rows ? 1 : kChunk;
+  if (t.size(rows_dim) > 1) s.row_stride = t.stride(rows_dim);
+  if (s.by_chunk) s.chunk_stride = t.stride(k_dim);
+  return s;
+}
+
 // The scales of an operand of `rows` x k. `row_dim` is the dimension of t along the rows: 0 for a
 // [M, K], 1 for b [K, N].
 inline Scales scales_of(const MaybeTensor& t, int64_t rows, int64_t k, int row_dim, const char* op,
                         const char* name) {
-  Scales s;
-  if (!t.has_value()) return s;
+  if (!t.has_value()) return {};
   STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && on_cpu(*t), op, ": ", name,
                   " must be fp32 on the CPU");
-  s.data = static_cast<const float*>(t->const_data_ptr());
-  if (t->numel() == 1) return s;
+  if (t->numel() == 1) return {read_fp32(*t)};
   STD_TORCH_CHECK(t->dim() == 2, op, ": ", name, " must hold one element or be 2-D");
-  int64_t r = t->sizes()[row_dim], c = t->sizes()[1 - row_dim];
-  bool per_row = r == rows, per_block = !per_row && r == ceil_div(rows, kChunk);
-  STD_TORCH_CHECK((per_row || per_block) && (c == 1 || c == ceil_div(k, kChunk)), op, ": ", name,
-                  " has a shape that fits no granularity");
-  s.rows_per = per_row ? 1 : kChunk;
-  s.row_stride = t->strides()[row_dim];
-  s.by_chunk = c > 1;
-  if (s.by_chunk) s.chunk_stride = t->strides()[1 - row_dim];
-  if (t->numel() == 0) s.data = nullptr;  // M, N or K is 0
-  return s;
+  int64_t r = t->size(row_dim), c = t->size(1 - row_dim);
+  STD_TORCH_CHECK(
+      (r == rows || r == ceil_div(rows, kChunk)) && (c == 1 || c == ceil_div(k, kChunk)), op, ": ",
+      name, " has a shape that fits no granularity");
+  return read_scales(*t, row_dim, 1 - row_dim, rows);
 }
 
 inline void check_devices_and_dtypes(const Tensor& a, const Tensor& b, const char* op) {

@@ -34,6 +34,12 @@ void for_ranges(int64_t n, int64_t size, const F& f) {
            [&](int64_t i) { f(i * size, std::min(size, n - i * size)); });
 }
 
+constexpr int64_t kOnes = 256;
+inline const float* ones() {
+  static const std::vector<float> all(kOnes, 1.0f);
+  return all.data();
+}
+
 struct Piece {
   int64_t tensor, begin, end;
 };

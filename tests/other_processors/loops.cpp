@@ -281,7 +281,7 @@ void products() {
       int least = d == Dtype::e4m3 ? -6 : d == Dtype::bf16 ? -126 : -14;
       product(kernel, d, 200 * kernel.words_of_k, kernel.mr,
               [&](int64_t k, auto* a, auto* b, float* c, bool add) {
-                kernel.micro(core, least, least, k, a, b, c, kernel.nr, add);
+                kernel.steps(core, least, least, k, a, b, c, kernel.nr, add);
               });
     }
     line(std::string("gemm_simulated ") + name(d));

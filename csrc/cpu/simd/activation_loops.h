@@ -128,25 +128,21 @@ inline bool is_near(Activation kind, const float* x, int64_t n) {
 template <auto... constants>
 struct Constants {};
 
-// f(Constants<kind, near, gated>{})
+// f(Constants<kind, near>{})
 template <class F>
-inline void with_form(Activation kind, bool near, bool gated, const F& f) {
-  auto with_kind = [&]<bool is_near, bool is_gated>(Constants<is_near, is_gated>) {
-    switch (kind) {
-      case Activation::silu:
-        return f(Constants<Activation::silu, is_near, is_gated>{});
-      case Activation::gelu:
-        return f(Constants<Activation::gelu, is_near, is_gated>{});
-      case Activation::gelu_tanh:
-        return f(Constants<Activation::gelu_tanh, is_near, is_gated>{});
-      default:
-        return f(Constants<Activation::relu2, is_near, is_gated>{});
-    }
+inline void with_form(Activation kind, bool near, const F& f) {
+  auto with_kind = [&]<Activation k>(Constants<k>) {
+    near ? f(Constants<k, true>{}) : f(Constants<k, false>{});
   };
-  if (near) {
-    gated ? with_kind(Constants<true, true>{}) : with_kind(Constants<true, false>{});
-  } else {
-    gated ? with_kind(Constants<false, true>{}) : with_kind(Constants<false, false>{});
+  switch (kind) {
+    case Activation::silu:
+      return with_kind(Constants<Activation::silu>{});
+    case Activation::gelu:
+      return with_kind(Constants<Activation::gelu>{});
+    case Activation::gelu_tanh:
+      return with_kind(Constants<Activation::gelu_tanh>{});
+    default:
+      return with_kind(Constants<Activation::relu2>{});
   }
 }
 
@@ -156,10 +152,10 @@ void act(Activation kind, Dtype dtype, const void* x, const void* up, float* y, 
     int64_t count = n - i < kPart ? n - i : kPart;
     const float* wide = in_fp32(dtype, x, i, count, buffer[0]);
     const float* factor = up == nullptr ? nullptr : in_fp32(dtype, up, i, count, buffer[1]);
-    with_form(kind, is_near(kind, wide, count), up != nullptr,
-              [&]<Activation k, bool near, bool gated>(Constants<k, near, gated>) {
-                activate<k, near, gated>(wide, factor, y + i, count);
-              });
+    with_form(kind, is_near(kind, wide, count), [&]<Activation k, bool near>(Constants<k, near>) {
+      auto* loop = up == nullptr ? activate<k, near, false> : activate<k, near, true>;
+      loop(wide, factor, y + i, count);
+    });
   }
 }
 
@@ -172,9 +168,9 @@ void act_backward(Activation kind, Dtype g_dtype, Dtype dtype, const void* g, co
     const float* wide = in_fp32(dtype, x, i, count, buffer[1]);
     const float* factor = up == nullptr ? nullptr : in_fp32(dtype, up, i, count, buffer[2]);
     float* grad_up = up == nullptr ? nullptr : dup + i;
-    with_form(kind, is_near(kind, wide, count), up != nullptr,
-              [&]<Activation k, bool near, bool gated>(Constants<k, near, gated>) {
-                derive<k, near, gated>(grad_y, wide, factor, dx + i, grad_up, count);
-              });
+    with_form(kind, is_near(kind, wide, count), [&]<Activation k, bool near>(Constants<k, near>) {
+      auto* loop = up == nullptr ? derive<k, near, false> : derive<k, near, true>;
+      loop(grad_y, wide, factor, dx + i, grad_up, count);
+    });
   }
 }

@@ -7,8 +7,8 @@ __attribute__((noinline, flatten)) void cap_logits(const float* __restrict x, So
       n, [&](auto at, auto set) { set(y, softcap_tanh(at(x), softcap.scale) * softcap.value); });
 }
 
-// Not a NaN, which the exponentials will hold.
-inline float largest_logit(const float* x, int64_t n, float least) {
+// `least` or the largest of x, but not a NaN, which the exponentials will hold.
+inline float largest_of(const float* x, int64_t n, float least) {
   Vec best = broadcast(least);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -59,7 +59,7 @@ void cross_entropy(const float* logits, int64_t n, int64_t target, Softcap softc
       x = buffer;
     }
     if (i <= target && target < i + count) row[2] = x[target - i];
-    float largest = largest_logit(x, count, maximum);
+    float largest = largest_of(x, count, maximum);
     float shift = largest == -__builtin_inff() ? 0.0f : largest;
     total *= bounded_exp(maximum - shift);
     maximum = largest;

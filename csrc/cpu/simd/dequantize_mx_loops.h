@@ -162,8 +162,8 @@ __attribute__((noinline)) int64_t mx_normal(const uint8_t* q, const uint8_t* sca
 
 // At most kMxPiece elements in whole groups.
 template <class R, class E, class O>
-void dequantize_groups(const uint8_t* q, const uint8_t* scale_inv, const MxTable& table, O* out,
-                       int64_t n) {
+void dequantize_groups(const uint8_t* q, const uint8_t* scale_inv, O* out, int64_t n,
+                       const MxTable& table) {
   alignas(64) float scales[kMxPiece / 32];
   int64_t blocks = n / 32;
   for (int64_t i = 0, end; i < blocks; i = end) {
@@ -188,8 +188,8 @@ __attribute__((noinline)) void nvfp4_finite(const uint8_t* q, const float* scale
 
 // The same of NVFP4.
 template <class R, class O>
-void dequantize_groups(const uint8_t* q, const uint8_t* scale_inv, const float* tensor_scale_inv,
-                       O* out, int64_t n) {
+void dequantize_groups(const uint8_t* q, const uint8_t* scale_inv, O* out, int64_t n,
+                       const float* tensor_scale_inv) {
   alignas(64) float scales[kMxPiece / 16];
   bool exact = tensor_scale_inv == nullptr;  // products of 4 bits and 2 bits
   float tensor = exact ? 1.0f : *tensor_scale_inv;
@@ -231,18 +231,15 @@ void dequantize_mx(BlockFormat format, Dtype out_dtype, const uint8_t* q, const 
   with_float(out_dtype, [&]<class O>(Type<O>) {
     O* result = static_cast<O*>(out);
     if (format == BlockFormat::nvfp4) {
-      return for_groups<E2m1, 16>(q, scale_inv, result, n,
-                                  [=](const uint8_t* codes, const uint8_t* s, O* y, int64_t count) {
-                                    dequantize_groups<R>(codes, s, tensor_scale_inv, y, count);
-                                  });
+      return for_groups<E2m1, 16>(q, scale_inv, result, n, [&](auto... group) {
+        dequantize_groups<R>(group..., tensor_scale_inv);
+      });
     }
     with_element(format, [&]<class E>(E) {
       MxTable table = {};
       if constexpr (R::of_32_words) table = mx_table<E>();
       for_groups<E, 32>(q, scale_inv, result, n,
-                        [&](const uint8_t* codes, const uint8_t* s, O* y, int64_t count) {
-                          dequantize_groups<R, E>(codes, s, table, y, count);
-                        });
+                        [&](auto... group) { dequantize_groups<R, E>(group..., table); });
     });
   });
 }

@@ -64,11 +64,20 @@ struct GemmKernel {
 // of K (tensor_core_loops.h).
 struct SimulatedKernel {
   int64_t mr, nr, words_of_k;
-  decltype(GemmKernel::pack_a) pack_a;
-  decltype(GemmKernel::pack_b) pack_b;
+  decltype(GemmKernel::pack_a) pack_a, pack_b;
   // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
-  void (*micro)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
+  void (*steps)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
                 const uint32_t* b, float* c, int64_t ldc, bool accumulate);
+  // Of the op that multiplies.
+  const TensorCore* core = nullptr;
+  int least_a = 0, least_b = 0;
+
+  int64_t words(int64_t k) const { return words_of_k * k; }
+  int64_t width_a(int64_t /*rows*/) const { return mr; }
+  void micro(int64_t /*width*/, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
+             int64_t ldc, bool accumulate) const {
+    steps(*core, least_a, least_b, words / words_of_k, a, b, c, ldc, accumulate);
+  }
 };
 
 // A tile of a GEMM's fp32 sums.

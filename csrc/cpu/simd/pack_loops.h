@@ -313,12 +313,7 @@ void unpack(const PackArrays& a, int64_t begin, int64_t end) {
 
 void unpack(const PackArrays& a, int64_t begin, int64_t end) {
   with_float(a.dtype, [&]<class Y>(Type<Y>) {
-    if (a.bits == 8) {
-      unpack<8, Y>(a, begin, end);
-    } else if (a.bits == 4) {
-      unpack<4, Y>(a, begin, end);
-    } else {
-      unpack<2, Y>(a, begin, end);
-    }
+    auto* loop = a.bits == 8 ? unpack<8, Y> : a.bits == 4 ? unpack<4, Y> : unpack<2, Y>;
+    loop(a, begin, end);
   });
 }

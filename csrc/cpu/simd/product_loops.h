@@ -182,16 +182,6 @@ inline float reduce(Vec v, const F& f) {
   return lanes[0];
 }
 
-// The larger of two; not a NaN, which the weights will hold.
-inline float largest(const float* x, int64_t n, float least) {  // n: a multiple of 16
-  Vec best = broadcast(least);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Vec v = load(x + i);
-    best = v > best ? v : best;
-  }
-  return reduce(best, [](float a, float b) { return a > b ? a : b; });
-}
-
 // x <- e^x: exp_fp32 with fused multiply-adds, and 0 where the result is subnormal. Several vectors
 // side by side, because each is a long chain of operations.
 template <int count>
@@ -265,7 +255,7 @@ inline void subtrahends(const TileShape& tile, float* scores, float* maximum, fl
     float* row = scores + r * kTileLd;
     int64_t seen = tile.seen(r), padded = (seen + 31) / 32 * 32;
     for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
-    shift[r] = largest(row, padded, maximum[r]);
+    shift[r] = largest_of(row, padded, maximum[r]);
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     float most = shift[r];

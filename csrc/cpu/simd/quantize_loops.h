@@ -1,18 +1,15 @@
 // Loops of amax, quantize and dequantize. Included once per instruction set, inside its namespace.
 
-template <class T>
-uint32_t amax_bits(const T* x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t u = float_bits(decode(x[i])) & 0x7FFFFFFFu;
-    largest = u > largest ? u : largest;
-  }
-  return largest;
-}
-
 uint32_t amax(Dtype x_dtype, const void* x, int64_t n) {
-  return with_float(x_dtype,
-                    [&]<class X>(Type<X>) { return amax_bits(static_cast<const X*>(x), n); });
+  return with_float(x_dtype, [&]<class X>(Type<X>) {
+    const X* in = static_cast<const X*>(x);
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t u = float_bits(decode(in[i])) & 0x7FFFFFFFu;
+      largest = u > largest ? u : largest;
+    }
+    return largest;
+  });
 }
 
 template <bool known_finite, class X, class Q>
@@ -168,36 +165,29 @@ void quantize_tile(const X* x, float scale, Q* q, Q* q_t, int64_t rows, int64_t 
   }
 }
 
-// At most 64 rows.
-template <class X, class Q>
-uint32_t quantize_transpose_rows(const X* x, float scale, Q* q, Q* q_t, int64_t rows, int64_t cols,
-                                 int64_t ld, int64_t ld_t) {
-  bool stream = ld * ld_t * static_cast<int64_t>(sizeof(Q)) >= kStreamed;
-  uint32_t result = 0;
-  for (int64_t c = 0; c < cols; c += kTile) {
-    uint32_t largest[kTile] = {}, most = 0;
-    int64_t n = cols - c < kTile ? cols - c : kTile;
-    auto cast = [&](auto* tile) {
-      tile(x + c, scale, q + c, q_t + c * ld_t, rows, n, ld, ld_t, stream, largest);
-    };
-    bool full = n == kTile && rows == kTile;
-    cast(full ? quantize_tile<true, true, X, Q> : quantize_tile<false, true, X, Q>);
-    for (uint32_t u : largest) most = u > most ? u : most;
-    if (is_nonfinite_bits(most) || is_nonfinite(scale)) cast(quantize_tile<false, false, X, Q>);
-    result = most > result ? most : result;
-  }
-  if (stream) end_stream();
-  return result;
-}
-
 uint32_t quantize_transpose(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
                             void* q_t, int64_t rows, int64_t cols, int64_t ld, int64_t ld_t) {
-  return with_float(x_dtype, [&]<class X>(Type<X>) {
-    return with_low(q_dtype, [&]<class Q>(Type<Q>) {
-      return quantize_transpose_rows(static_cast<const X*>(x), scale, static_cast<Q*>(q),
-                                     static_cast<Q*>(q_t), rows, cols, ld, ld_t);
+  bool stream = ld * ld_t * element_size(q_dtype) >= kStreamed;
+  uint32_t result = 0;
+  with_float(x_dtype, [&]<class X>(Type<X>) {
+    with_low(q_dtype, [&]<class Q>(Type<Q>) {
+      for (int64_t c = 0; c < cols; c += kTile) {
+        uint32_t largest[kTile] = {}, most = 0;
+        int64_t n = cols - c < kTile ? cols - c : kTile;
+        auto cast = [&](auto* tile) {
+          tile(static_cast<const X*>(x) + c, scale, static_cast<Q*>(q) + c,
+               static_cast<Q*>(q_t) + c * ld_t, rows, n, ld, ld_t, stream, largest);
+        };
+        bool full = n == kTile && rows == kTile;
+        cast(full ? quantize_tile<true, true, X, Q> : quantize_tile<false, true, X, Q>);
+        for (uint32_t u : largest) most = u > most ? u : most;
+        if (is_nonfinite_bits(most) || is_nonfinite(scale)) cast(quantize_tile<false, false, X, Q>);
+        result = most > result ? most : result;
+      }
     });
   });
+  if (stream) end_stream();
+  return result;
 }
 
 // The hardware does not prefetch rows that are far apart, so a row is prefetched a few rows early

@@ -190,26 +190,21 @@ bool encodes_words(uint8_t scale) {
   return block == 32 && __is_same(X, Bf16) && scale >= 32 && scale < 255;
 }
 
-// The codes of groups, up to the first of the other kind; returns how many groups. Not inlined, so
-// that constants stay in registers.
-template <class R, class E>
-__attribute__((noinline)) int64_t encode_bf16(const Bf16* x, int64_t groups, const uint8_t* scale,
-                                              uint8_t* q) {
+// The codes of groups from the first one on, which are encoded as they are or as products, up to
+// one of the other kind; returns how many groups. Not inlined, so that constants stay in registers.
+template <class R, class E, int block, bool as_they_are, class X>
+__attribute__((noinline)) int64_t encode_run(const X* x, int64_t groups, const uint8_t* scale,
+                                             const float* factor, uint8_t* q) {
   int64_t g = 0;
-  for (; g < groups && encodes_words<32, Bf16>(scale[g]); ++g) {
-    encode_group<R, E>(&x[g * 32].bits, scale[g], q + g * kGroupBytes<E>);
-  }
-  return g;
-}
-template <class R, class E, int block, class X>
-__attribute__((noinline)) int64_t encode_products(const X* x, int64_t groups, const uint8_t* scale,
-                                                  const float* factor, uint8_t* q) {
-  constexpr int64_t bytes = kGroupBytes<E>, blocks = kMxGroup / block;
-  int64_t g = 0;
-  for (; g < groups && !encodes_words<block, X>(scale[g]); ++g) {
-    alignas(64) uint16_t words[kMxGroup];
-    cut_group<R, block>(x + g * kMxGroup, factor + g * blocks, words);
-    encode_group<R, E>(words, 127, q + g * bytes);
+  for (; g < groups && encodes_words<block, X>(scale[g]) == as_they_are; ++g) {
+    uint8_t* codes = q + g * kGroupBytes<E>;
+    if constexpr (as_they_are) {
+      encode_group<R, E>(&x[g * kMxGroup].bits, scale[g], codes);
+    } else {
+      alignas(64) uint16_t words[kMxGroup];
+      cut_group<R, block>(x + g * kMxGroup, factor + g * (kMxGroup / block), words);
+      encode_group<R, E>(words, 127, codes);
+    }
   }
   return g;
 }
@@ -218,11 +213,12 @@ template <class R, class E, int block, class X>
 void encode_groups(const X* x, int64_t groups, uint32_t most, const MxBuffers& b, uint8_t* q) {
   constexpr int64_t bytes = kGroupBytes<E>, blocks = kMxGroup / block;
   for (int64_t g = 0; g < groups;) {
-    if constexpr (block == 32 && __is_same(X, Bf16)) {
-      g += encode_bf16<R, E>(x + g * kMxGroup, groups - g, b.scale + g, q + g * bytes);
-    }
-    g += encode_products<R, E, block>(x + g * kMxGroup, groups - g, b.scale + g * blocks,
-                                      b.factor + g * blocks, q + g * bytes);
+    auto run = [&](auto* encode) {
+      g += encode(x + g * kMxGroup, groups - g, b.scale + g * blocks, b.factor + g * blocks,
+                  q + g * bytes);
+    };
+    if constexpr (block == 32 && __is_same(X, Bf16)) run(encode_run<R, E, block, true, X>);
+    run(encode_run<R, E, block, false, X>);
   }
   for (int64_t i = 0; is_nonfinite_bits(most) && i < groups * blocks; ++i) {
     if (is_nonfinite_bits(b.largest[i])) {

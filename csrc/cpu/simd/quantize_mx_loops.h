@@ -166,19 +166,20 @@ uint32_t quantize_row(const BlockCastRule& rule, const X* x, int64_t n, int64_t 
                       MxBuffers& b, uint8_t* q, uint8_t* scale_inv) {
   int64_t last = n % kMxGroup, full = n - last;
   uint32_t most = 0;
-  for (int64_t i = 0; i < full; i += kMxPiece) {
-    int64_t count = full - i < kMxPiece ? full - i : kMxPiece;
-    uint32_t largest = quantize_groups<E, block>(
-        rule, x + i, count, element + i, b, q + block_bytes(rule.format, i), scale_inv + i / block);
+  auto cast = [&](const X* in, int64_t first, int64_t count, uint8_t* codes, uint8_t* scales) {
+    uint32_t largest =
+        quantize_groups<E, block>(rule, in, count, element + first, b, codes, scales);
     most = largest > most ? largest : most;
+  };
+  for (int64_t i = 0; i < full; i += kMxPiece) {
+    cast(x + i, i, full - i < kMxPiece ? full - i : kMxPiece, q + block_bytes(rule.format, i),
+         scale_inv + i / block);
   }
   if (last > 0) {
     X copy[kMxGroup] = {};
     uint8_t codes[kMxGroup], scales[kMxGroup / block];
     __builtin_memcpy(copy, x + full, static_cast<uint64_t>(last) * sizeof(X));
-    uint32_t largest =
-        quantize_groups<E, block>(rule, copy, kMxGroup, element + full, b, codes, scales);
-    most = largest > most ? largest : most;
+    cast(copy, full, kMxGroup, codes, scales);
     uint64_t bytes = static_cast<uint64_t>(block_bytes(rule.format, last));
     __builtin_memcpy(q + block_bytes(rule.format, full), codes, bytes);
     __builtin_memcpy(scale_inv + full / block, scales,

@@ -104,11 +104,7 @@ T* element(void* base, int64_t i) {
 inline float* in_fp32(Dtype dtype, const void* data, int64_t begin, int64_t n, float* buffer) {
   void* values = const_cast<void*>(data);  // written only where they are in place
   if (dtype == Dtype::f32) return element<float>(values, begin);
-  if (dtype == Dtype::bf16) {
-    widen(element<Bf16>(values, begin), buffer, n);
-  } else {
-    widen(element<Fp16>(values, begin), buffer, n);
-  }
+  with_float(dtype, [&]<class T>(Type<T>) { widen(element<T>(values, begin), buffer, n); });
   return buffer;
 }
 
@@ -155,12 +151,8 @@ inline void write_param(const StepArrays& a, const float* p, int64_t begin, int6
     }
   } else if (a.stochastic) {
     write_stochastic(a, kParamStream, p, a.param, begin, n, b);
-  } else if (a.param_dtype == Dtype::bf16) {
-    narrow(p, element<Bf16>(a.param, begin), n);
-  } else if (a.param_dtype == Dtype::f16) {
-    narrow(p, element<Fp16>(a.param, begin), n);
-  } else if (a.master_dtype == Dtype::f32) {
-    narrow(p, element<float>(a.param, begin), n);
+  } else if (a.param_dtype != Dtype::f32 || a.master_dtype == Dtype::f32) {
+    with_float(a.param_dtype, [&]<class T>(Type<T>) { narrow(p, element<T>(a.param, begin), n); });
   }  // else p is the param itself
 }
 
