@@ -5,7 +5,7 @@ another of the file), two arguments, local variables (Python); negates a conditi
 false; omits an assignment to an attribute or element, or a call whose result is not used. It is
 planted in a copy of the tree, in build/mutate/. A run of the quick tests, or of TESTS, first notes
 which functions each calls. A variant in Python runs those of its function; one in csrc, which is
-compiled again, those of the op with the first words of the file's name (gemm, for gemm_panels.h) or
+compiled again, those of the op with the first words of the file's name (gemm, for gemm_loops.h) or
 of any op: 60 s of them, at random. Kernels of GPUs run tests/emulated. Too long a run counts too.
 """
 

@@ -1,22 +1,68 @@
-// mixprec._C: build information for Python. The ops register themselves when this library is
-// loaded.
+// mixprec._C: the choice of the loops for this processor, and build information for Python. The ops
+// register themselves when this library is loaded.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdlib>
 #include <map>
+#include <new>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/simd/loops.h"
 
+namespace mixprec::cpu {
+
 namespace {
 
-std::vector<std::string> isa_available() {
-  std::istringstream words(mixprec::cpu::isa_available());
-  std::vector<std::string> levels;
-  for (std::string level; words >> level;) levels.push_back(level);
+struct Level {
+  const Loops* table;
+  bool is_faster = true;  // than the levels below
+};
+
+// Those that this processor can run, lowest first.
+std::vector<Level> levels() {
+  std::vector<Level> levels{{&base::table}};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx2) levels.push_back({&avx2::table});
+  if (avx512) levels.push_back({&avx512::table});
+  // Of the processors with bf16 only Intel's Cooper Lake has no VBMI; it multiplies in FP32 anyway.
+  // Intel's cores begin a bf16 dot product every second cycle and two FP32 FMAs every cycle: half
+  // the FLOP/s. By name, not by a measurement: the two round differently, and runs are to be
+  // repeated.
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+    levels.push_back({&avx512::table_bf16, !__builtin_cpu_is("intel")});
+  }
+#endif
   return levels;
+}
+
+std::vector<std::string> isa_available() {
+  std::vector<std::string> names;
+  for (const Level& level : levels()) names.emplace_back(level.table->isa);
+  return names;
+}
+
+const Loops& select() {
+  const char* variable = std::getenv("MIXPREC_ISA");
+  const std::string wanted = variable == nullptr ? "" : variable;
+  const Loops* best = nullptr;
+  std::string names;
+  for (const Level& level : levels()) {
+    if (wanted == level.table->isa) return *level.table;
+    if (level.is_faster) best = level.table;
+    names += (names.empty() ? "" : " ") + std::string(level.table->isa);
+  }
+  if (wanted.empty()) return *best;
+  throw std::runtime_error("MIXPREC_ISA=" + wanted +
+                           " is not a level of this processor; it has: " + names);
 }
 
 std::map<std::string, std::string> build_info() {
@@ -28,13 +74,39 @@ std::map<std::string, std::string> build_info() {
 
 }  // namespace
 
+const Loops& loops() {
+  static const Loops& chosen = select();
+  return chosen;
+}
+
 PYBIND11_MODULE(_C, m) {
-  mixprec::cpu::loops();  // an unusable MIXPREC_ISA is an ImportError, not a crash in a thread
+  loops();  // an unusable MIXPREC_ISA is an ImportError, not a crash in a thread
   m.doc() =
       "The compiled half of mixprec: CPU kernels (registered as torch ops) and build information.";
   m.def(
-      "isa", [] { return std::string(mixprec::cpu::loops().isa); },
+      "isa", [] { return std::string(loops().isa); },
       "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");
   m.def("build_info", &build_info, "The compiler and the torch that this library was built with.");
 }
+
+}  // namespace mixprec::cpu
+
+// What the headers of GCC 11 and later take from glibc 2.32 and libstdc++ 3.4.29, defined here, so
+// that a wheel loads on older systems as well. Without it the linker takes what is missing from the
+// libraries of torch, which export it by chance.
+#ifdef __GLIBC__
+// Read by std::shared_ptr: its counters are atomic also in a process with one thread.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+#endif
+
+#ifdef __GLIBCXX__
+// Called where the size of an array overflows.
+void std::__throw_bad_array_new_length() { throw std::bad_array_new_length(); }
+// C++20 has added to these, or moved what they had.
+template class std::basic_stringbuf<char>;
+template class std::basic_ostringstream<char>;
+template class std::basic_stringstream<char>;
+#endif

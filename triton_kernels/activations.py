@@ -1,4 +1,4 @@
-"""exp and the activations of fp32 values: the operations of csrc/math/{exp,activation}.h."""
+"""exp and the activations of fp32 values: the operations of csrc/math/activation.h."""
 
 import triton
 import triton.language as tl

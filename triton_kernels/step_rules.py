@@ -1,5 +1,5 @@
-"""The formulas of the optimizers, as csrc/math has them in adamw.h, sgd.h, lion.h and
-muon_direction.h. RULE is the name of one, FLAG its setting that is True or False."""
+"""The formulas of the optimizers, as csrc/math/step.h has them. RULE is the name of one, FLAG its
+setting that is True or False."""
 
 import triton
 import triton.language as tl

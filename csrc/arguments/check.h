@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <initializer_list>
 #include <optional>
@@ -86,6 +87,15 @@ Dtype float_dtype(const T& t, const std::string& what) {
   return dtype;
 }
 
+// The value of an enum whose values, from 0 on, have these names.
+template <class E>
+E enum_of(std::initializer_list<const char*> names, const std::string& name, const char* op,
+          const char* what) {
+  auto at = std::find(names.begin(), names.end(), name);
+  STD_TORCH_CHECK(at != names.end(), op, what, ", got ", name);
+  return static_cast<E>(at - names.begin());
+}
+
 inline bool on_cpu(const Tensor& t) {
   return t.device().type() == torch::headeronly::DeviceType::CPU;
 }
@@ -105,6 +115,12 @@ inline void check_scalar(const Tensor& t, ScalarType type, const Tensor& beside,
                   name, " must hold one element of the right dtype on the device of the others");
 }
 
+// int64 [1] on the device of `beside`.
+inline bool is_int64(const Tensor& t, const Tensor& beside) {
+  return t.dim() == 1 && t.numel() == 1 && t.scalar_type() == ScalarType::Long &&
+         same_device(t, beside);
+}
+
 inline float read_scalar(const MaybeTensor& t, float otherwise, const char* op, const char* name) {
   if (!t.has_value()) return otherwise;
   check_scalar(*t, ScalarType::Float, *t, op, name);
@@ -114,8 +130,8 @@ inline float read_scalar(const MaybeTensor& t, float otherwise, const char* op, 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline bool has_shape(const Tensor& t, Sizes sizes) {
-  auto own = t.sizes();
-  return std::equal(own.begin(), own.end(), sizes.begin(), sizes.end());
+  auto actual = t.sizes();
+  return std::equal(actual.begin(), actual.end(), sizes.begin(), sizes.end());
 }
 
 // A contiguous tensor that is overwritten, with one row per tensor of a list.
@@ -162,14 +178,10 @@ inline bool is_dense(const Tensor& t) {
   auto sizes = t.sizes(), strides = t.strides();
   int64_t expected = 1;
   for (size_t done = 0; done < sizes.size(); ++done) {
-    bool found = false;
-    for (size_t i = 0; i < sizes.size() && !found; ++i) {
-      if (sizes[i] != 1 && strides[i] == expected) {
-        expected *= sizes[i];
-        found = true;
-      }
-    }
-    if (!found) break;
+    size_t i = 0;
+    while (i < sizes.size() && (sizes[i] == 1 || strides[i] != expected)) ++i;
+    if (i == sizes.size()) break;
+    expected *= sizes[i];
   }
   return expected == t.numel();
 }
@@ -181,6 +193,47 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
     if (sizes[i] != 1 && x[i] != y[i]) return false;
   }
   return true;
+}
+
+struct Extent {
+  uintptr_t begin, end;
+  const Tensor* tensor;
+};
+
+inline Extent extent_of(const Tensor& t) {
+  int64_t last = t.numel() - 1;
+  if (last > 0 && !t.is_contiguous()) {
+    auto sizes = t.sizes(), strides = t.strides();
+    last = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+  }
+  auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  return {begin, begin + static_cast<uintptr_t>((last + 1) * t.element_size()), &t};
+}
+
+// Each of them by itself has passed is_writable. As in torch, two views with gaps, such as columns
+// of one matrix, may reach into each other's range: whether they share an element is not looked
+// for.
+inline void check_disjoint(const std::vector<Tensor>& tensors, const char* op, const char* name) {
+  std::vector<Extent> extents;
+  extents.reserve(tensors.size());
+  for (const Tensor& t : tensors) {
+    if (t.numel() > 0) extents.push_back(extent_of(t));
+  }
+  auto order = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(extents.begin(), extents.end(), order)) {
+    std::sort(extents.begin(), extents.end(), order);
+  }
+  std::vector<Extent> open;  // of the tensors so far, those that may reach the next one
+  for (const Extent& next : extents) {
+    auto ended = [&](const Extent& e) { return e.end <= next.begin; };
+    open.erase(std::remove_if(open.begin(), open.end(), ended), open.end());
+    for (const Extent& other : open) {
+      bool share = other.begin == next.begin || (is_dense(*other.tensor) && is_dense(*next.tensor));
+      STD_TORCH_CHECK(!share, op, ": two tensors of ", name, " share memory");
+    }
+    open.push_back(next);
+  }
 }
 
 // The result of an allocation. torch's functions for other libraries lose the reason of a failure:
@@ -220,6 +273,12 @@ inline Tensor to_contiguous(const Tensor& t) {
 }
 
 inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
+
+// A copy, unless the elements of the last dimension are adjacent.
+inline Tensor dense_rows(const Tensor& t) {
+  int64_t last = t.dim() - 1;
+  return t.size(last) < 2 || t.stride(last) == 1 ? t : to_contiguous(t);
+}
 
 inline Tensor empty_scalar(float value) {
   Tensor t = empty({}, ScalarType::Float);

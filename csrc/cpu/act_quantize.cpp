@@ -1,6 +1,5 @@
 // act_quantize and act_backward.
-#include "arguments/check.h"
-#include "cpu/cast_rows.h"
+#include "cpu/quantize.h"
 #include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
@@ -13,10 +12,8 @@ struct Inputs {
   Tensor x;
   MaybeTensor up;
 
-  const void* up_at(int64_t i) const {
-    return up.has_value() ? at(up->const_data_ptr(), dtype, i) : nullptr;
-  }
   const void* x_at(int64_t i) const { return at(x.const_data_ptr(), dtype, i); }
+  const void* up_at(int64_t i) const { return up ? at(up->const_data_ptr(), dtype, i) : nullptr; }
 };
 
 Inputs inputs_of(const Tensor& x, const MaybeTensor& up, const char* op) {

@@ -21,32 +21,27 @@ struct Forward {
   float *scores, *out, *maximum, *sum, *factor;
 
   Forward(Parts& parts, const AttentionKernel& kernel, const Sizes& size)
-      : kernel(kernel),
-        size(size),
-        ld(kernel, size.d),
-        k(parts, kernel, size.seen_keys(), size.d),
-        v(parts.take<uint32_t>(round_up(size.seen_keys(), kTileSide) / kernel.pair * ld.by_rows)),
-        q(parts.take<uint32_t>(kTileSide * ld.along)),
-        weights(parts.take<uint32_t>(kTileSide * kTileLd)),
-        scores(parts.take<float>(kTileSide * kTileLd)),
-        out(parts.take<float>(kTileSide * ld.by_rows)),
-        maximum(parts.take<float>(kTileSide)),
-        sum(parts.take<float>(kTileSide)),
-        factor(parts.take<float>(kTileSide)) {
+      : kernel(kernel), size(size), ld(kernel, size.d), k(parts, kernel, size.seen_keys(), size.d) {
+    parts.take(round_up(size.seen_keys(), kTileSide) / kernel.pair * ld.by_rows, v);
+    parts.take(kTileSide * ld.along, q);
+    parts.take(kTileSide * kTileLd, weights, scores);
+    parts.take(kTileSide * ld.by_rows, out);
+    parts.take(kTileSide, maximum, sum, factor);
     if (kernel.pair == 1) weights = reinterpret_cast<uint32_t*>(scores);
   }
 
-  void pack(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
+  void pack(const Heads& k_heads, const Heads& v_heads, int64_t b, int64_t h) {
     int64_t count = size.seen_keys();
-    k.pack(kernel, of_k, b, h, 0, count, size.d);
-    kernel.pack_by_rows(of_v.dtype, of_v.at(b, h, 0), of_v.row, count, size.d, v, ld.by_rows,
-                        round_up(count, kTileSide));
+    k.pack(kernel, k_heads, b, h, 0, count, size.d);
+    kernel.pack_by_rows(v_heads.dtype, v_heads.at(b, h, 0), v_heads.row, count, size.d, v,
+                        ld.by_rows, round_up(count, kTileSide));
   }
 
   // The queries from `row` on; their results are in `out`, to be multiplied by `factor`.
-  void rows(const Heads& of_q, int64_t b, int64_t h, int64_t row, float* logsumexp) {
+  void rows(const Heads& q_heads, int64_t b, int64_t h, int64_t row, float* logsumexp) {
     int64_t count = std::min(kTileSide, size.queries - row);
-    kernel.pack(of_q.dtype, of_q.at(b, h, row), of_q.row, count, size.d, q, ld.along, kTileSide);
+    kernel.pack(q_heads.dtype, q_heads.at(b, h, row), q_heads.row, count, size.d, q, ld.along,
+                kTileSide);
     std::fill(out, out + kTileSide * ld.by_rows, 0.0f);
     std::fill(maximum, maximum + kTileSide, -kInfinity);
     std::fill(sum, sum + kTileSide, 0.0f);
@@ -84,21 +79,21 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool 
       rounds ? empty_like_rows(q, ScalarType::BFloat16) : empty({0}, ScalarType::BFloat16);
   float* all_logsumexp = static_cast<float*>(logsumexp.mutable_data_ptr());
   Bf16* rest = static_cast<Bf16*>(remainder.mutable_data_ptr());  // in memory as out
-  Heads of_q(q), of_k(k), of_v(v), to(out);
-  const AttentionKernel& kernel = kernel_for(of_q.dtype);
+  Heads q_heads(q), k_heads(k), v_heads(v), to(out);
+  const AttentionKernel& kernel = kernel_for(q_heads.dtype);
   int64_t tiles = ceil_div(size.queries, kTileSide), total = size.batch * size.heads * tiles;
   torch::stable::parallel_for(0, total, 1, [&](int64_t begin, int64_t end) {
     Scratch once;
     auto here = in_scratch<Forward>(once, kernel, size);
     int64_t packed = -1;
     for (int64_t i = begin; i < end; ++i) {
-      int64_t b = i / tiles / size.heads, h = i / tiles % size.heads, of_kv = h / size.group();
+      int64_t b = i / tiles / size.heads, h = i / tiles % size.heads, kv_head = h / size.group();
       int64_t row = tile_at(i % tiles, tiles) * kTileSide;
-      if (packed != b * size.kv_heads + of_kv) {
-        here.pack(of_k, of_v, b, of_kv);
-        packed = b * size.kv_heads + of_kv;
+      if (packed != b * size.kv_heads + kv_head) {
+        here.pack(k_heads, v_heads, b, kv_head);
+        packed = b * size.kv_heads + kv_head;
       }
-      here.rows(of_q, b, h, row, all_logsumexp + (b * size.heads + h) * size.queries + row);
+      here.rows(q_heads, b, h, row, all_logsumexp + (b * size.heads + h) * size.queries + row);
       kernel.store_rows(to.dtype, here.out, here.ld.by_rows, here.factor,
                         std::min(kTileSide, size.queries - row), size.d, to.at(b, h, row), to.row,
                         rounds ? rest + to.index(b, h, row) : nullptr);

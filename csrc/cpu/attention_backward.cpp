@@ -6,10 +6,7 @@ namespace mixprec::cpu {
 
 namespace {
 
-const float* ones() {
-  static const std::vector<float> all(kTileSide + 64, 1.0f);
-  return all.data();
-}
+static_assert(kOnes >= kTileSide + 64);  // factors of the rows of a tile, in whole micro-tiles
 
 struct Range {
   int64_t begin, end;
@@ -21,7 +18,7 @@ struct Range {
 struct Part {
   int64_t b, kv_head;
   Range heads, rows, keys;
-  bool of_keys, of_queries;
+  bool for_keys, for_queries;
 };
 
 // The scratch memory of backward: all of a head of k and v, and of one of the heads of q that read
@@ -33,7 +30,7 @@ struct Backward {
   int64_t keys, queries;  // padded
   Columns k, v, out_tile;
   uint32_t *k_rows, *q, *g, *q_rows, *g_rows, *weights_t, *grads, *grads_t;
-  float *scores, *of_weights, *dq, *dk, *dv, *shared, *carried;
+  float *scores, *weight_grads, *dq, *dk, *dv, *shared, *carried;
   uint32_t* g_tile;
   int64_t packed_k = -1, packed_q = -1;  // the heads, of all batches
 
@@ -45,43 +42,38 @@ struct Backward {
         queries(round_up(size.queries, kTileSide)),
         k(parts, kernel, size.keys, size.d),
         v(parts, kernel, size.keys, size.d),
-        out_tile(parts, kernel, kTileSide, size.d),
-        k_rows(parts.take<uint32_t>(keys / kernel.pair * ld.by_rows)),
-        q(parts.take<uint32_t>(queries * ld.along)),
-        g(parts.take<uint32_t>(queries * ld.along)),
-        q_rows(kernel.pair == 1 ? q : parts.take<uint32_t>(queries / kernel.pair * ld.by_rows)),
-        g_rows(kernel.pair == 1 ? g : parts.take<uint32_t>(queries / kernel.pair * ld.by_rows)),
-        weights_t(parts.take<uint32_t>(kTileSide * kTileLd)),
-        grads(parts.take<uint32_t>(kTileSide * kTileLd)),
-        grads_t(parts.take<uint32_t>(kTileSide * kTileLd)),
-        scores(parts.take<float>((kTileSide + 1) * kTileLd)),
-        of_weights(parts.take<float>((kTileSide + 1) * kTileLd)),
-        dq(parts.take<float>(queries * ld.by_rows)),
-        dk(parts.take<float>(keys * ld.by_rows)),
-        dv(parts.take<float>(keys * ld.by_rows)),
-        shared(parts.take<float>(queries)),
-        carried(parts.take<float>(kTileLd)),
-        g_tile(parts.take<uint32_t>(out_tile.per_tile())) {
+        out_tile(parts, kernel, kTileSide, size.d) {
+    parts.take(keys / kernel.pair * ld.by_rows, k_rows);
+    parts.take(queries * ld.along, q, g);
+    q_rows = q, g_rows = g;
+    if (kernel.pair > 1) parts.take(queries / kernel.pair * ld.by_rows, q_rows, g_rows);
+    parts.take(kTileSide * kTileLd, weights_t, grads, grads_t);
+    parts.take((kTileSide + 1) * kTileLd, scores, weight_grads);
+    parts.take(queries * ld.by_rows, dq);
+    parts.take(keys * ld.by_rows, dk, dv);
+    parts.take(queries, shared);
+    parts.take(kTileLd, carried);
+    parts.take(out_tile.per_tile(), g_tile);
     if (kernel.pair == 1) {
       weights_t = reinterpret_cast<uint32_t*>(scores);
-      grads = grads_t = reinterpret_cast<uint32_t*>(of_weights);
+      grads = grads_t = reinterpret_cast<uint32_t*>(weight_grads);
     }
   }
 
-  void pack_keys(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
+  void pack_keys(const Heads& k_heads, const Heads& v_heads, int64_t b, int64_t h) {
     if (packed_k == b * size.kv_heads + h) return;
     packed_k = b * size.kv_heads + h;
-    k.pack(kernel, of_k, b, h, 0, size.keys, size.d);
-    v.pack(kernel, of_v, b, h, 0, size.keys, size.d);
-    kernel.pack_by_rows(of_k.dtype, of_k.at(b, h, 0), of_k.row, size.keys, size.d, k_rows,
+    k.pack(kernel, k_heads, b, h, 0, size.keys, size.d);
+    v.pack(kernel, v_heads, b, h, 0, size.keys, size.d);
+    kernel.pack_by_rows(k_heads.dtype, k_heads.at(b, h, 0), k_heads.row, size.keys, size.d, k_rows,
                         ld.by_rows, keys);
     std::fill(dk, dk + keys * ld.by_rows, 0.0f);
     std::fill(dv, dv + keys * ld.by_rows, 0.0f);
   }
 
   // outs: the result, and what rounding has cut off it.
-  void pack_queries(const Heads& of_q, const Heads& of_g, const std::vector<Heads>& outs, int64_t b,
-                    int64_t h) {
+  void pack_queries(const Heads& q_heads, const Heads& g_heads, const std::vector<Heads>& outs,
+                    int64_t b, int64_t h) {
     if (packed_q == b * size.heads + h) return;
     packed_q = b * size.heads + h;
     auto pack = [&](const Heads& x, uint32_t* along, uint32_t* by_rows) {
@@ -90,8 +82,8 @@ struct Backward {
       kernel.pack_by_rows(x.dtype, x.at(b, h, 0), x.row, size.queries, size.d, by_rows, ld.by_rows,
                           queries);
     };
-    pack(of_q, q, q_rows);
-    pack(of_g, g, g_rows);
+    pack(q_heads, q, q_rows);
+    pack(g_heads, g, g_rows);
     std::fill(shared, shared + queries, 0.0f);
     for (int64_t row = 0; row < size.queries; row += kTileSide) {
       int64_t count = std::min(kTileSide, size.queries - row);
@@ -113,8 +105,8 @@ struct Backward {
                       shape.causal ? Seen::columns : Seen::all, shape.shift});
     };
     scores_of(q, k, size.scale, scores);
-    scores_of(g, v, 1.0f, of_weights);
-    kernel.softmax_backward(shape, scores, of_weights, logsumexp + row, shared + row, size.scale,
+    scores_of(g, v, 1.0f, weight_grads);
+    kernel.softmax_backward(shape, scores, weight_grads, logsumexp + row, shared + row, size.scale,
                             carried, weights_t, grads, grads_t);
     auto add_to_keys = [&](const uint32_t* a, const uint32_t* b, float* c) {
       kernel.product({shape.keys, size.d, ceil_div(shape.rows, kernel.pair), a, kTileLd, true,
@@ -122,11 +114,11 @@ struct Backward {
                       ld.by_rows, ones(), 1.0f, shape.causal ? Seen::from : Seen::all,
                       shape.shift});
     };
-    if (part.of_keys) {
+    if (part.for_keys) {
       add_to_keys(weights_t, g_rows, dv);
       add_to_keys(grads_t, q_rows, dk);
     }
-    if (!part.of_queries) return;
+    if (!part.for_queries) return;
     kernel.product({shape.rows, size.d, ceil_div(shape.keys, kernel.pair), grads, kTileLd, false,
                     k_rows + key / kernel.pair * ld.by_rows, ld.by_rows, dq + row * ld.by_rows,
                     ld.by_rows, ones(), 1.0f, shape.causal ? Seen::until : Seen::all, shape.shift});
@@ -142,7 +134,7 @@ struct Backward {
 // tiles of keys, then tiles of queries. Every sum has the same order in both.
 std::vector<std::vector<Part>> parts_of(const Sizes& size) {
   Range rows{0, size.queries}, keys{0, size.keys};
-  std::vector<Part> whole, by_keys, by_queries;
+  std::vector<Part> by_heads, by_keys, by_queries;
   auto tiles = [](Range all, const auto& f) {
     int64_t count = ceil_div(all.end, kTileSide);
     for (int64_t turn = 0; turn < count; ++turn) {
@@ -153,7 +145,7 @@ std::vector<std::vector<Part>> parts_of(const Sizes& size) {
   for (int64_t b = 0; b < size.batch; ++b) {
     for (int64_t kv = 0; kv < size.kv_heads; ++kv) {
       Range heads{kv * size.group(), (kv + 1) * size.group()};
-      whole.push_back({b, kv, heads, rows, keys, true, true});
+      by_heads.push_back({b, kv, heads, rows, keys, true, true});
       tiles(keys, [&](Range tile) { by_keys.push_back({b, kv, heads, rows, tile, true, false}); });
       for (int64_t h = heads.begin; h < heads.end; ++h) {
         tiles(rows, [&](Range tile) {
@@ -163,7 +155,7 @@ std::vector<std::vector<Part>> parts_of(const Sizes& size) {
     }
   }
   int64_t enough = torch::stable::get_num_threads();
-  if (static_cast<int64_t>(whole.size()) >= enough) return {whole};
+  if (static_cast<int64_t>(by_heads.size()) >= enough) return {by_heads};
   return {by_keys, by_queries};
 }
 
@@ -186,38 +178,38 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
   STD_TORCH_CHECK(remainder.scalar_type() == ScalarType::BFloat16 && on_cpu(remainder) &&
                       (remainder.numel() == 0 || same_shape(remainder, q)),
                   "attention_backward: remainder must be bf16, of q's shape or without elements");
-  ScalarType of_grads = g.scalar_type();
+  ScalarType grad_dtype = g.scalar_type();
   g = torch::stable::to(g, q.scalar_type());  // once: dp and sum(g * out) are of the same numbers
   g = dense_rows(g), q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
   out = dense_rows(out);
   if (!logsumexp.is_contiguous()) logsumexp = to_contiguous(logsumexp);
   const float* all_logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
-  Tensor dq = empty_like_rows(q, of_grads), dk = empty_like_rows(k, of_grads),
-         dv = empty_like_rows(v, of_grads);
-  Heads of_g(g), of_q(q), of_k(k), of_v(v), to_q(dq), to_k(dk), to_v(dv);
+  Tensor dq = empty_like_rows(q, grad_dtype), dk = empty_like_rows(k, grad_dtype),
+         dv = empty_like_rows(v, grad_dtype);
+  Heads g_heads(g), q_heads(q), k_heads(k), v_heads(v), to_q(dq), to_k(dk), to_v(dv);
   std::vector<Heads> outs{Heads(out)};
   if (remainder.numel() > 0) outs.emplace_back(remainder = dense_rows(remainder));
-  const AttentionKernel& kernel = kernel_for(of_q.dtype);
+  const AttentionKernel& kernel = kernel_for(q_heads.dtype);
   for (const std::vector<Part>& parts : parts_of(size)) {
     auto run = [&](int64_t begin, int64_t end) {
       Scratch once;
       auto here = in_scratch<Backward>(once, kernel, size);
       for (int64_t i = begin; i < end; ++i) {
         const Part& part = parts[i];
-        here.pack_keys(of_k, of_v, part.b, part.kv_head);
+        here.pack_keys(k_heads, v_heads, part.b, part.kv_head);
         for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
-          here.pack_queries(of_q, of_g, outs, part.b, h);
-          const float* of_head = all_logsumexp + (part.b * size.heads + h) * size.queries;
+          here.pack_queries(q_heads, g_heads, outs, part.b, h);
+          const float* head_logsumexp = all_logsumexp + (part.b * size.heads + h) * size.queries;
           for (int64_t key = part.keys.begin; key < part.keys.end; key += kTileSide) {
             std::fill(here.carried, here.carried + kTileLd, 0.0f);
             int64_t first = causal ? std::max(key, part.rows.begin) : part.rows.begin;
             for (int64_t row = first; row < part.rows.end; row += kTileSide) {
-              here.tile(part, row, key, of_head);
+              here.tile(part, row, key, head_logsumexp);
             }
           }
-          if (part.of_queries) here.store(to_q, here.dq, part.b, h, part.rows);
+          if (part.for_queries) here.store(to_q, here.dq, part.b, h, part.rows);
         }
-        if (!part.of_keys) continue;
+        if (!part.for_keys) continue;
         here.store(to_k, here.dk, part.b, part.kv_head, part.keys);
         here.store(to_v, here.dv, part.b, part.kv_head, part.keys);
       }

@@ -3,9 +3,7 @@
 
 #include <algorithm>
 
-#include "arguments/check.h"
 #include "cpu/parallel.h"
-#include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
@@ -48,11 +46,14 @@ struct Sizes {
 // Parts of a thread's scratch memory, one after the other.
 class Parts {
  public:
-  template <class T>
-  T* take(int64_t count) {
-    char* part = at_;
-    at_ += round_up(count * 4, 64);
-    return reinterpret_cast<T*>(part);
+  // `count` words for each of these.
+  template <class... T>
+  void take(int64_t count, T*&... parts) {
+    auto next = [&](auto*& part) {
+      part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(at_);
+      at_ += round_up(count * 4, 64);
+    };
+    (next(parts), ...);
   }
   explicit Parts(void* memory) : at_(static_cast<char*>(memory)) {}
   int64_t bytes() const { return reinterpret_cast<int64_t>(at_); }
@@ -93,11 +94,9 @@ struct Columns {
   int64_t ld, words;
 
   Columns(Parts& parts, const AttentionKernel& kernel, int64_t count, int64_t d)
-      : rows(parts.take<uint32_t>(kTileSide * odd_lines(ceil_div(d, kernel.pair)))),
-        data(nullptr),
-        ld(odd_lines(ceil_div(d, kernel.pair))),
-        words(ceil_div(d, kernel.pair)) {
-    data = parts.take<uint32_t>(ceil_div(count, kTileSide) * per_tile());
+      : ld(odd_lines(ceil_div(d, kernel.pair))), words(ceil_div(d, kernel.pair)) {
+    parts.take(kTileSide * ld, rows);
+    parts.take(ceil_div(count, kTileSide) * per_tile(), data);
   }
   int64_t per_tile() const { return round_up(words, 16) * kTileLd; }
   const uint32_t* tile(int64_t key) const { return data + key / kTileSide * per_tile(); }
@@ -125,10 +124,6 @@ inline Sizes check(const Tensor& q, const Tensor& k, const Tensor& v, bool causa
                   op, ": k and v must be [B, H_kv, S, D], and H a multiple of H_kv");
   return {q.size(0), q.size(1), k.size(1), q.size(2),
           k.size(2), q.size(3), causal,    static_cast<float>(scale)};
-}
-
-inline Tensor dense_rows(const Tensor& t) {
-  return t.size(3) < 2 || t.strides()[3] == 1 ? t : to_contiguous(t);
 }
 
 // [B, H, T, D] in memory as [B, T, H, D]

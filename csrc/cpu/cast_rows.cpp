@@ -1,11 +1,6 @@
-#include "cpu/cast_rows.h"
-
-#include <memory>
-
-#include "arguments/check.h"
-#include "cpu/scratch.h"
-#include "cpu/simd/block_cast.h"
-#include "math/scale.h"
+// Casts of rows that a function computes.
+#include "cpu/quantize.h"
+#include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
 
@@ -32,21 +27,10 @@ struct Job {
   Blocks blocks;
   const Cast& cast;
   int64_t rows, cols;
-  std::vector<std::unique_ptr<Output>> outputs;
+  std::vector<Output> outputs;
 
   bool is_mx() const { return blocks.cols == kMxBlock.cols; }
 };
-
-// Memory of this thread, kept for its next band; in whole cache lines, as vectors are stored.
-float* scratch(int64_t floats) {
-  static thread_local Scratch memory;
-  return static_cast<float*>(memory.get(floats * 4));
-}
-
-int64_t band_of(const Job& job) {
-  if (job.cast.transpose) return kLine;
-  return std::max<int64_t>(1, kBand / std::max<int64_t>(1, job.cols));
-}
 
 void keep(Output& out, const Tensor& values) {
   out.values = values;
@@ -55,42 +39,43 @@ void keep(Output& out, const Tensor& values) {
 
 // f(output, its values, first row, rows) for bands of rows, on all threads.
 template <class F>
-void for_produced(const Job& job, const Produce& produce, bool again, const F& f) {
-  int64_t height = band_of(job), count = static_cast<int64_t>(job.outputs.size());
-  bool kept = job.outputs[0]->kept != nullptr;
-  for_rows(job.rows, height, [&](int64_t first, int64_t rows) {
+void for_produced(Job& job, const Produce& produce, bool again, const F& f) {
+  size_t count = job.outputs.size();
+  int64_t rows_of_band = kBand / std::max<int64_t>(1, job.cols);
+  int64_t height = job.cast.transpose ? kLine : std::max<int64_t>(1, rows_of_band);
+  bool kept = job.outputs[0].kept != nullptr;
+  for_ranges(job.rows, height, [&](int64_t first, int64_t rows) {
+    static thread_local Scratch scratch;  // in whole cache lines, as vectors are stored
     float* values[2] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      values[i] = kept ? job.outputs[i]->kept + first * job.cols
-                       : scratch(count * height * job.cols) + i * height * job.cols;
+    for (size_t i = 0; i < count; ++i) {
+      int64_t n = height * job.cols;
+      values[i] = kept ? job.outputs[i].kept + first * job.cols
+                       : static_cast<float*>(scratch.get(count * n * 4)) + i * n;
     }
     if (!again || !kept) produce(first, rows, values, again);
-    for (int64_t i = 0; i < count; ++i) f(*job.outputs[i], values[i], first, rows);
+    for (size_t i = 0; i < count; ++i) f(job.outputs[i], values[i], first, rows);
   });
 }
-
-uint32_t amax_of(const float* values, int64_t n) { return loops().amax(Dtype::f32, values, n); }
 
 // A band in blocks of MX; returns the amax. A band of a transpose starts at the start of a block.
 uint32_t cast_mx(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
   BlockFormat format = job.to == Dtype::e4m3 ? BlockFormat::mxfp8_e4m3 : BlockFormat::mxfp8_e5m2;
-  BlockCastRule rule = {Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 0.0f, false),
-                        false,      0,      0};
-  auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); };
+  BlockCastRule rule = {format, scale_rule(format, ScaleMode::rceil, 0.0f, false), false, 0, 0};
   int64_t cols = job.cols, across = blocks_of(format, cols);
   uint32_t largest = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    uint32_t seen = loops().quantize_mx(rule, values + row * cols, cols, 0,
-                                        bytes(out.data) + (first + row) * cols,
-                                        bytes(out.scale_inv) + (first + row) * across);
+    uint32_t seen = loops().quantize_mx(Dtype::f32, rule, values + row * cols, cols, 0,
+                                        bytes_of(out.data) + (first + row) * cols,
+                                        bytes_of(out.scale_inv) + (first + row) * across);
     largest = std::max(largest, seen);
   }
   if (!job.cast.transpose) return largest;
   int64_t down = blocks_of(format, job.rows);
   for (int64_t col = 0; col < cols; col += kMxColumns) {
-    loops().quantize_mx_columns(rule, values + col, cols, rows, std::min(kMxColumns, cols - col), 0,
-                                0, bytes(out.data_t) + col * job.rows + first, job.rows,
-                                bytes(out.scale_inv_t) + col * down + first / kMxBlock.cols, down);
+    loops().quantize_mx_columns(
+        Dtype::f32, rule, values + col, cols, rows, std::min(kMxColumns, cols - col), 0, 0,
+        bytes_of(out.data_t) + col * job.rows + first, job.rows,
+        bytes_of(out.scale_inv_t) + col * down + first / kMxBlock.cols, down);
   }
   return largest;
 }
@@ -98,11 +83,11 @@ uint32_t cast_mx(const Job& job, Output& out, const float* values, int64_t first
 // One band of one output; returns the amax.
 uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
   int64_t n = rows * job.cols;
-  if (job.to == Dtype::f32) return amax_of(values, n);
+  if (job.to == Dtype::f32) return loops().amax(Dtype::f32, values, n);
   if (job.is_mx()) return cast_mx(job, out, values, first, rows);
   void* data = at(out.data.mutable_data_ptr(), job.to, first * job.cols);
   if (job.blocks.rows != 0) {
-    int64_t across = job.blocks.cols ? (job.cols + kBlock - 1) / kBlock : 1;
+    int64_t across = job.blocks.cols ? ceil_div(job.cols, kBlock) : 1;
     float* scale_inv = fp32_of(out.scale_inv) + first * across;
     BlockCast cast = {
         Dtype::f32, job.to, values, rows, job.cols, false, job.cast.power_of_two_scale};
@@ -118,11 +103,11 @@ uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t fir
 
 // Layouts whose scales need more than a band of rows: the values first, then quantize.
 std::vector<Quantized> cast_whole(const Tensor& x, Job& job, const Produce& produce) {
-  for (auto& out : job.outputs) keep(*out, empty(x.sizes(), ScalarType::Float));
+  for (Output& out : job.outputs) keep(out, empty(x.sizes(), ScalarType::Float));
   for_produced(job, produce, false, [](Output&, float*, int64_t, int64_t) {});
   std::vector<Quantized> casts;
-  for (auto& out : job.outputs) {
-    casts.push_back(quantize(out->values, job.cast.type, std::nullopt, job.cast.transpose,
+  for (Output& out : job.outputs) {
+    casts.push_back(quantize(out.values, job.cast.type, std::nullopt, job.cast.transpose,
                              job.cast.granularity, job.cast.power_of_two_scale));
   }
   return casts;
@@ -135,12 +120,13 @@ std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& ca
   Dtype to = check_cast(cast, x, op);
   auto [rows, cols] = as_matrix(x);
   bool is_mx = cast.granularity == "mx";
-  Job job = {to, is_mx ? kMxBlock : blocks_of(cast.granularity), cast, rows, cols, {}};
+  Job job = {to,   is_mx ? kMxBlock : blocks_of(cast.granularity),
+             cast, rows,
+             cols, std::vector<Output>(count)};
   bool search = false;  // for the amax that is to be the scale
   for (int64_t i = 0; i < count; ++i) {
-    job.outputs.push_back(std::make_unique<Output>());
     float given = i == 0 ? read_scalar(cast.scale, 0.0f, op, "scale") : 0.0f;
-    job.outputs.back()->scale = given == 0.0f ? 0.0f : checked_scale(given);
+    job.outputs[i].scale = given == 0.0f ? 0.0f : checked_scale(given);
     search |= is_fp8(to) && job.blocks.rows == 0 && given == 0.0f;
   }
   if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && !is_mx && cast.transpose)) {
@@ -148,38 +134,38 @@ std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& ca
   }
 
   ScalarType scale_type = is_mx ? ScalarType::Byte : ScalarType::Float;
-  for (auto& out : job.outputs) {
-    out->data = empty(x.sizes(), cast.type);
-    out->data_t = empty({cast.transpose ? cols : 0, cast.transpose ? rows : 0}, cast.type);
-    if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols, scale_type);
-    out->scale_inv_t = is_mx && cast.transpose ? scales_of(job.blocks, cols, rows, scale_type)
-                                               : empty({0}, scale_type);
-    if (to == Dtype::f32) keep(*out, out->data);
+  for (Output& out : job.outputs) {
+    out.data = empty(x.sizes(), cast.type);
+    out.data_t = empty({cast.transpose ? cols : 0, cast.transpose ? rows : 0}, cast.type);
+    if (job.blocks.rows != 0) out.scale_inv = scales_of(job.blocks, rows, cols, scale_type);
+    out.scale_inv_t = is_mx && cast.transpose ? scales_of(job.blocks, cols, rows, scale_type)
+                                              : empty({0}, scale_type);
+    if (to == Dtype::f32) keep(out, out.data);
     if (search && x.numel() <= kKept) {
       static thread_local Scratch scratch[2];
-      out->kept = static_cast<float*>(scratch[&out - &job.outputs[0]].get(x.numel() * 4));
+      out.kept = static_cast<float*>(scratch[&out - &job.outputs[0]].get(x.numel() * 4));
     }
   }
   if (search) {
     for_produced(job, produce, false, [&](Output& out, float* values, int64_t, int64_t height) {
-      if (out.scale == 0.0f) raise_to(out.largest, amax_of(values, height * cols));
+      if (out.scale == 0.0f) raise_to(out.largest, loops().amax(Dtype::f32, values, height * cols));
     });
   }
-  for (auto& out : job.outputs) {
-    if (out->scale != 0.0f) continue;
-    out->scale = search ? scale_from_amax(bits_float(out->largest), format_max(to), 1.0f,
-                                          cast.power_of_two_scale, 1.0f)
-                        : 1.0f;
+  for (Output& out : job.outputs) {
+    if (out.scale != 0.0f) continue;
+    out.scale = search ? scale_from_amax(bits_float(out.largest), format_max(to), 1.0f,
+                                         cast.power_of_two_scale, 1.0f)
+                       : 1.0f;
   }
   for_produced(job, produce, search, [&](Output& out, float* values, int64_t first, int64_t n) {
     raise_to(out.largest, cast_band(job, out, values, first, n));
   });
 
   std::vector<Quantized> casts;
-  for (auto& out : job.outputs) {
-    if (job.blocks.rows == 0) out->scale_inv = empty_scalar(1.0f / out->scale);
-    casts.emplace_back(out->data, out->data_t, out->scale_inv, out->scale_inv_t,
-                       empty_scalar(bits_float(out->largest)));
+  for (Output& out : job.outputs) {
+    if (job.blocks.rows == 0) out.scale_inv = empty_scalar(1.0f / out.scale);
+    casts.emplace_back(out.data, out.data_t, out.scale_inv, out.scale_inv_t,
+                       empty_scalar(bits_float(out.largest)));
   }
   return casts;
 }

@@ -1,7 +1,6 @@
 // cross_entropy and cross_entropy_backward.
 #include "math/cross_entropy.h"
 
-#include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 
@@ -25,14 +24,11 @@ void check_tile(const Tensor& logits, const Tensor& target, const char* op) {
 // f(row, its logits, the column of its target) on all threads.
 template <class F>
 void for_rows(const Tensor& logits, const Tensor& target, int64_t first, const F& f) {
-  int64_t rows = logits.size(0), cols = logits.size(1);
+  int64_t cols = logits.size(1);
   const int64_t* targets = static_cast<const int64_t*>(target.const_data_ptr());
-  int64_t grain = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, cols));
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      // A target before `first`, negative ones too, is in no column.
-      f(i, read_fp32(logits) + i * cols, targets[i] < first ? -1 : targets[i] - first);
-    }
+  for_each(logits.size(0), cols, [&](int64_t i) {
+    // A target before `first`, negative ones too, is in no column.
+    f(i, read_fp32(logits) + i * cols, targets[i] < first ? -1 : targets[i] - first);
   });
 }
 
@@ -76,12 +72,13 @@ Tensor cross_entropy_backward(Tensor logits, Tensor target, Tensor logsumexp, Te
   Tensor g = empty({logits.size(0), cols}, out_dtype);
   void* out = g.mutable_data_ptr();
   Softcap cap = make_softcap(softcap);
-  float z = static_cast<float>(2.0 * z_loss), own = static_cast<float>(1.0 - label_smoothing);
+  float z = static_cast<float>(2.0 * z_loss), label = static_cast<float>(1.0 - label_smoothing);
   float smoothing = static_cast<float>(label_smoothing / static_cast<double>(classes));
   for_rows(logits, target, first, [&](int64_t i, const float* x, int64_t column) {
     float lse = read_fp32(logsumexp)[i];
     CrossEntropyRow row{lse, lse * z + 1.0f, smoothing, read_fp32(weight)[i]};
-    loops().cross_entropy_backward(x, cols, column, own, row, cap, dtype, at(out, dtype, i * cols));
+    loops().cross_entropy_backward(x, cols, column, label, row, cap, dtype,
+                                   at(out, dtype, i * cols));
   });
   return g;
 }

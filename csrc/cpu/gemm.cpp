@@ -1,39 +1,88 @@
-// gemm and gemm_accumulate_: both operands are packed into panels of fp32 words or bf16 pairs.
-#include "arguments/check.h"
-#include "cpu/gemm_arguments.h"
+// gemm, gemm_accumulate_, whose operands are packed into panels of fp32 words or bf16 pairs, and
+// gemm_simulated, with the products and sums of a GPU's tensor cores.
+#include "cpu/gemm_multiply.h"
+#include "math/tensor_core.h"
 
 namespace mixprec::cpu {
+
+namespace {
+
+void check_operands(const Tensor& a, const Tensor& b, const char* op) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), op,
+                  ": a must be [M, K] and b [K, N]");
+  check_devices_and_dtypes(a, b, op);
+}
+
+BothScales both_scales(const Tensor& a, const Tensor& b, const MaybeTensor& a_scale_inv,
+                       const MaybeTensor& b_scale_inv, const char* op) {
+  int64_t n = b.size(1), k = a.size(1);
+  Scales columns = scales_of(b_scale_inv, n, k, 1, op, "b_scale_inv");
+  return {scales_of(a_scale_inv, a.size(0), k, 0, op, "a_scale_inv"), columns, n, k};
+}
+
+// The result of a product [M, N] of `out_type` with a bias, by any kernel.
+template <class Kernel>
+Tensor gemm_with(const Kernel& kernel, const Tensor& a, const Tensor& b, BothScales scales,
+                 const MaybeTensor& bias, ScalarType out_type, const char* op) {
+  Dtype out_dtype = dtype_of(out_type, op);
+  STD_TORCH_CHECK(is_float(out_dtype), op, ": out_dtype must be fp32, bf16 or fp16");
+  int64_t m = a.size(0), n = b.size(1);
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
+                            is_float(dtype_of(*bias, op))),
+                  op, ": bias must be [N], fp32, bf16 or fp16, on the CPU");
+  std::vector<float> wide_bias = vector_in_fp32(bias, n, 0.0f);
+  Tensor out = empty({m, n}, out_type);
+  if (m == 0 || n == 0) return out;
+  Result result = {out_dtype, static_cast<char*>(out.mutable_data_ptr()),   n, 1,
+                   false,     bias.has_value() ? wide_bias.data() : nullptr};
+  multiply(kernel, {matrix_of(a, 0, 1), matrix_of(b, 1, 0), a.size(1), std::move(scales), result});
+  return out;
+}
+
+}  // namespace
 
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
   check_operands(a, b, "gemm");
-  Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm");
-  return gemm_with(kernel_for(a), a, b, scaling.both, bias, out_type, "gemm");
+  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, "gemm");
+  return gemm_with(kernel_for(dtype_of(a, "gemm")), a, b, std::move(scales), bias, out_type,
+                   "gemm");
 }
 
 // acc [M, N] fp32 += a [M, K] @ b [K, N]
 void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       MaybeTensor b_scale_inv) {
-  check_operands(a, b, "gemm_accumulate_");
-  STD_TORCH_CHECK(acc.dim() == 2 && acc.sizes()[0] == a.sizes()[0] &&
-                      acc.sizes()[1] == b.sizes()[1] && acc.scalar_type() == ScalarType::Float &&
-                      on_cpu(acc) && is_writable(acc),
-                  "gemm_accumulate_: acc must be [M, N], fp32, on the CPU, writable");
-  STD_TORCH_CHECK(!ranges_overlap(acc, a) && !ranges_overlap(acc, b) &&
-                      !(a_scale_inv.has_value() && ranges_overlap(acc, *a_scale_inv)) &&
-                      !(b_scale_inv.has_value() && ranges_overlap(acc, *b_scale_inv)),
-                  "gemm_accumulate_: acc must not overlap in memory with what it is made from");
-  Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm_accumulate_");
+  const char* op = "gemm_accumulate_";
+  check_operands(a, b, op);
+  check_accumulator(acc, {a.size(0), b.size(1)}, a, b, a_scale_inv, b_scale_inv, op);
+  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, op);
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;
-  Result result = {Dtype::f32,
-                   static_cast<char*>(acc.mutable_data_ptr()),
-                   acc.strides()[0],
-                   acc.strides()[1],
-                   true,
-                   nullptr};
-  multiply(kernel_for(a), rows_of(a), columns_of(b), a.sizes()[1], scaling.both, result);
+  Result result = {Dtype::f32,    static_cast<char*>(acc.mutable_data_ptr()),
+                   acc.stride(0), acc.stride(1),
+                   true,          nullptr};
+  multiply(kernel_for(dtype_of(a, op)),
+           {matrix_of(a, 0, 1), matrix_of(b, 1, 0), a.size(1), std::move(scales), result});
+}
+
+// as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
+Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
+                      MaybeTensor bias, ScalarType out_type, bool fast_accum, Text arch) {
+  const char* op = "gemm_simulated";
+  check_operands(a, b, op);
+  Dtype a_dtype = dtype_of(a, op), b_dtype = dtype_of(b, op);
+  Gpu gpu = enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell"}, arch, op,
+                         ": arch must be v100, a100, ada, hopper or blackwell");
+  TensorCore core = tensor_core(gpu, a_dtype);
+  STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
+  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, op);
+  scales.promoted = core.promoted && !fast_accum;
+  SimulatedKernel kernel =
+      core.significant_bits == 14 ? loops().simulated_short : loops().simulated;
+  kernel.core = &core, kernel.least_a = min_exponent(a_dtype),
+  kernel.least_b = min_exponent(b_dtype);
+  return gemm_with(kernel, a, b, std::move(scales), bias, out_type, op);
 }
 
 }  // namespace mixprec::cpu
@@ -41,4 +90,5 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
   m.impl("gemm", TORCH_BOX(&mixprec::cpu::gemm));
   m.impl("gemm_accumulate_", TORCH_BOX(&mixprec::cpu::gemm_accumulate_));
+  m.impl("gemm_simulated", TORCH_BOX(&mixprec::cpu::gemm_simulated));
 }

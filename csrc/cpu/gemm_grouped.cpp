@@ -1,13 +1,112 @@
 // gemm_grouped and gemm_grouped_accumulate_: the products of all groups in one call. A group with
-// much work runs on all threads, small ones side by side.
+// much work runs on all threads, small ones side by side. S is the rows of a [S, K] beside b [E, K,
+// N], and the K of a [M, S] beside b [S, N].
 #include <cstring>
 
-#include "arguments/check.h"
-#include "cpu/gemm_groups.h"
+#include "cpu/gemm_multiply.h"
 
 namespace mixprec::cpu {
 
 namespace {
+
+constexpr int64_t kPackedBytesOfThread = 1 << 20;  // of b at a time, where each thread has its own
+
+struct Group {
+  int64_t index, begin, size;  // size: along S
+};
+
+std::vector<Group> groups_of(const Tensor& offs, int64_t s, const char* op) {
+  STD_TORCH_CHECK(offs.dim() == 1 && offs.scalar_type() == ScalarType::Int && on_cpu(offs), op,
+                  ": offs must be [E], int32, on the CPU");
+  const int32_t* ends = static_cast<const int32_t*>(offs.const_data_ptr());
+  std::vector<Group> groups(static_cast<size_t>(offs.numel()));
+  int64_t begin = 0;
+  for (int64_t e = 0; e < offs.numel(); ++e) {
+    int64_t end = ends[e * offs.strides()[0]];
+    STD_TORCH_CHECK(begin <= end && end <= s, op, ": offs must be ascending, from 0 to S");
+    groups[e] = {e, begin, end - begin};
+    begin = end;
+  }
+  return groups;
+}
+
+// A valid form of a tensor of scales: its number of dimensions (of 3, the first is the group's),
+// which of them is along rows (of a; columns of b) and which along K, which of the two runs along S
+// (-1: none), and their sizes, of which that along K may also be 1.
+struct ScaleForm {
+  int64_t dim;
+  int rows_dim, k_dim, s_dim;
+  int64_t rows, chunks;
+};
+
+// The scales of an operand for each group.
+class GroupScales {
+ public:
+  GroupScales(const MaybeTensor& t, const std::vector<ScaleForm>& forms, int64_t groups,
+              const char* op, const char* name) {
+    if (!t.has_value()) return;
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && on_cpu(*t), op, ": ", name,
+                    " must be fp32 on the CPU");
+    first_.data = read_fp32(*t);
+    if (t->numel() == 1) return;
+    for (const ScaleForm& form : forms) {
+      if (t->dim() == form.dim) form_ = form;
+    }
+    bool fits = form_.dim == t->dim() && (t->dim() == 2 || t->sizes()[0] == groups);
+    int64_t r = fits ? t->sizes()[form_.rows_dim] : -1, c = fits ? t->sizes()[form_.k_dim] : -1;
+    bool per_group = t->dim() == 3 && r == 1 && c == 1;
+    bool per_block = form_.s_dim < 0 && r == ceil_div(form_.rows, kChunk) && c == form_.chunks;
+    fits = per_group || ((r == form_.rows || per_block) && (c == 1 || c == form_.chunks));
+    STD_TORCH_CHECK(fits, op, ": ", name, " has a shape that fits no granularity");
+    first_ = read_scales(*t, form_.rows_dim, form_.k_dim, form_.rows);
+    if (t->dim() == 3) group_stride_ = t->stride(0);
+  }
+
+  // Whether each group has to begin at a multiple of kChunk.
+  bool along_s() const { return first_.by_chunk && form_.s_dim == form_.k_dim; }
+
+  Scales of(const Group& group) const {
+    Scales scales = first_;
+    if (scales.data == nullptr) return scales;
+    scales.data += group.index * group_stride_;
+    if (form_.s_dim == form_.k_dim) scales.data += group.begin / kChunk * scales.chunk_stride;
+    if (form_.s_dim == form_.rows_dim) scales.data += group.begin * scales.row_stride;
+    return scales;
+  }
+
+ private:
+  Scales first_;
+  ScaleForm form_{0, 0, 1, -1, 0, 0};
+  int64_t group_stride_ = 0;
+};
+
+// run(group, resources) for all groups: first those with more work than a thread's share, one after
+// the other on all threads; then each of the others on one thread. work(group): its estimated time.
+template <class Work, class Run>
+void for_groups(const std::vector<Group>& groups, const Work& work, const Run& run) {
+  double total = 0;
+  for (const Group& group : groups) total += work(group);
+  Resources all = all_threads();
+  std::vector<Group> small;
+  for (const Group& group : groups) {
+    if (work(group) * static_cast<double>(all.threads) > total) {
+      run(group, all);
+    } else {
+      small.push_back(group);
+    }
+  }
+  std::sort(small.begin(), small.end(),
+            [&](const Group& x, const Group& y) { return work(x) > work(y); });
+  std::atomic<size_t> next{0};
+  int64_t threads = total < 2e5 ? 1 : std::min<int64_t>(all.threads, small.size());
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      for (size_t i = next++; i < small.size(); i = next++) {
+        run(small[i], Resources{1, kPackedBytesOfThread});
+      }
+    }
+  });
+}
 
 // The arguments of both ops, checked.
 struct Grouped {
@@ -15,31 +114,30 @@ struct Grouped {
   Matrix a, b;  // of the first group, or all of S
   int64_t b_stride, k, n, m;
   std::vector<Group> groups;
-  GroupScales of_a, of_b;
+  GroupScales a_scales, b_scales;
 
   Grouped(const Tensor& x, const Tensor& y, const MaybeTensor& x_scale_inv,
           const MaybeTensor& y_scale_inv, const Tensor& offs, const char* op)
       : by_rows(check(x, y, offs, op)),
-        a(rows_of(x)),
-        b{dtype_of(y, op), y.const_data_ptr(), last(y.sizes()), last(y.strides()),
-          y.strides()[y.dim() - 2]},
-        b_stride(by_rows ? y.strides()[0] : 0),
-        k(x.sizes()[1]),
-        n(last(y.sizes())),
-        m(x.sizes()[0]),
+        a(matrix_of(x, 0, 1)),
+        b(matrix_of(y, y.dim() - 1, y.dim() - 2)),
+        b_stride(by_rows ? y.stride(0) : 0),
+        k(x.size(1)),
+        n(b.rows),
+        m(a.rows),
         groups(groups_of(offs, by_rows ? m : k, op)),
-        of_a(x_scale_inv,
-             by_rows ? Forms{{2, 0, 1, 0, m, ceil_div(k, kChunk)}}
-                     : Forms{{2, 0, 1, 1, m, ceil_div(k, kChunk)}, {3, 1, 2, -1, m, 1}},
-             offs.numel(), op, "a_scale_inv"),
-        of_b(y_scale_inv,
-             by_rows ? Forms{{3, 2, 1, -1, n, ceil_div(k, kChunk)}}
-                     : Forms{{2, 1, 0, 0, n, ceil_div(k, kChunk)}, {3, 2, 1, -1, n, 1}},
-             offs.numel(), op, "b_scale_inv") {
+        a_scales(x_scale_inv,
+                 by_rows ? Forms{{2, 0, 1, 0, m, ceil_div(k, kChunk)}}
+                         : Forms{{2, 0, 1, 1, m, ceil_div(k, kChunk)}, {3, 1, 2, -1, m, 1}},
+                 offs.numel(), op, "a_scale_inv"),
+        b_scales(y_scale_inv,
+                 by_rows ? Forms{{3, 2, 1, -1, n, ceil_div(k, kChunk)}}
+                         : Forms{{2, 1, 0, 0, n, ceil_div(k, kChunk)}, {3, 2, 1, -1, n, 1}},
+                 offs.numel(), op, "b_scale_inv") {
     for (const Group& group : groups) {
-      STD_TORCH_CHECK(
-          group.size == 0 || group.begin % kChunk == 0 || !(of_a.along_s() || of_b.along_s()), op,
-          ": offs must begin each group at a multiple of 128");
+      STD_TORCH_CHECK(group.size == 0 || group.begin % kChunk == 0 ||
+                          !(a_scales.along_s() || b_scales.along_s()),
+                      op, ": offs must begin each group at a multiple of 128");
     }
   }
 
@@ -50,11 +148,6 @@ struct Grouped {
     check_devices_and_dtypes(x, y, op);
     STD_TORCH_CHECK(y.dim() == 2 || offs.numel() == y.sizes()[0], op, ": offs must be [E]");
     return y.dim() == 3;
-  }
-
-  template <class Sizes>
-  static int64_t last(const Sizes& sizes) {
-    return sizes[sizes.size() - 1];
   }
 
   // The estimated time of a group: arithmetic, packing of b and of a, storing.
@@ -68,7 +161,7 @@ struct Grouped {
   // result_of(group): where the product of a group goes.
   template <class ResultOf>
   void multiply_groups(const ResultOf& result_of) const {
-    const GemmKernel& kernel = a.dtype == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
+    const GemmKernel& kernel = kernel_for(a.dtype);
     auto run = [&](const Group& group, Resources use) {
       Matrix left = a, right = b;
       int64_t depth = by_rows ? k : group.size;
@@ -81,10 +174,8 @@ struct Grouped {
       }
       Result result = result_of(group);
       if (result.adds && depth == 0) return;
-      Scales columns = of_b.of(group);
-      std::vector<float> wide = columns_of(columns, n, depth);
-      BothScales scales = {of_a.of(group), wide.data(), n, columns.by_chunk};
-      multiply(kernel, left, right, depth, scales, result, use);
+      BothScales scales = {a_scales.of(group), b_scales.of(group), n, depth};
+      multiply(kernel, {left, right, depth, std::move(scales), result}, use);
     };
     for_groups(groups, [&](const Group& group) { return work(group); }, run);
   }
@@ -125,14 +216,7 @@ void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scal
   const char* op = "gemm_grouped_accumulate_";
   Grouped all(a, b, a_scale_inv, b_scale_inv, offs, op);
   STD_TORCH_CHECK(!all.by_rows, op, ": b must be [S, N]");
-  STD_TORCH_CHECK(acc.dim() == 3 && acc.sizes()[0] == offs.numel() && acc.sizes()[1] == all.m &&
-                      acc.sizes()[2] == all.n && acc.scalar_type() == ScalarType::Float &&
-                      on_cpu(acc) && is_writable(acc),
-                  op, ": acc must be [E, M, N], fp32, on the CPU, writable");
-  STD_TORCH_CHECK(!ranges_overlap(acc, a) && !ranges_overlap(acc, b) &&
-                      !(a_scale_inv.has_value() && ranges_overlap(acc, *a_scale_inv)) &&
-                      !(b_scale_inv.has_value() && ranges_overlap(acc, *b_scale_inv)),
-                  op, ": acc must not overlap in memory with what it is made from");
+  check_accumulator(acc, {offs.numel(), all.m, all.n}, a, b, a_scale_inv, b_scale_inv, op);
   if (acc.numel() == 0) return;
   char* data = static_cast<char*>(acc.mutable_data_ptr());
   auto stride = acc.strides();

@@ -7,9 +7,96 @@
 
 #include <atomic>
 
-#include "cpu/gemm_output.h"
+#include "cpu/gemm_operands.h"
 
 namespace mixprec::cpu {
+
+constexpr int64_t kTileRows = 56, kTileCols = kOnes;  // of sums that are scaled or stored together
+
+// The scales of both operands; those of b one for each column.
+struct BothScales {
+  Scales a;
+  std::vector<float> b;  // [chunks][n] if they vary along K, else [n]
+  int64_t n;
+  bool b_by_chunk;
+  bool promoted = false;  // the sums of chunks are added in FP32, whether or not they have scales
+
+  BothScales(const Scales& a, const Scales& columns, int64_t n, int64_t k)
+      : a(a), n(n), b_by_chunk(columns.by_chunk) {
+    int64_t chunks = b_by_chunk ? ceil_div(k, kChunk) : 1;
+    b.resize(static_cast<size_t>(chunks * n));
+    for (int64_t i = 0; i < chunks * n; ++i) b[i] = columns.at(i % n, i / n);
+  }
+  bool by_chunk() const { return promoted || a.by_chunk || b_by_chunk; }
+  // The factors of the sums of one chunk of rows and columns, those of rows in `row_scales`.
+  Epilogue chunk_factors(int64_t row, int64_t m, int64_t col, int64_t chunk,
+                         float* row_scales) const {
+    for (int64_t i = 0; i < m; ++i) row_scales[i] = a.by_chunk ? a.at(row + i, chunk) : 1.0f;
+    return {row_scales, b_by_chunk ? b.data() + chunk * n + col : ones(), nullptr};
+  }
+  // The factors of the sums over all chunks.
+  void row_factors(int64_t row, int64_t m, float* factors) const {
+    for (int64_t i = 0; i < m; ++i) factors[i] = a.by_chunk ? 1.0f : a.at(row + i, 0);
+  }
+  const float* column_factors(int64_t col) const { return b_by_chunk ? ones() : b.data() + col; }
+};
+
+// a [M, K] times b [K, N], which is given with its columns as rows.
+struct Product {
+  Matrix a, b;
+  int64_t k;
+  BothScales scales;
+  Result result;
+};
+
+// A part of the result: rows [row, row + m) by columns [col, col + n).
+struct Part {
+  int64_t row, col, m, n;
+};
+
+// fp32 sums, row-major.
+struct Sums {
+  float* data;
+  int64_t ld;
+
+  float* at(int64_t row, int64_t col) const { return data + row * ld + col; }
+};
+
+// The part of a result that a block of a gives, and the factors of its rows.
+struct Output {
+  const Product& product;
+  Part part;
+  const float* row_scales;  // [part.m]
+
+  // Tile (row, col) of the part, of m x n at most.
+  void store(int64_t row, int64_t col, int64_t m, int64_t n, Sums sums) const {
+    const Result& result = product.result;
+    SumTile tile = {sums.data, sums.ld, std::min(m, part.m - row), std::min(n, part.n - col)};
+    int64_t at_col = part.col + col;
+    void* to = result.element(part.row + row, at_col);
+    Epilogue e = {row_scales + row, product.scales.column_factors(at_col),
+                  result.bias == nullptr ? nullptr : result.bias + at_col};
+    if (result.adds) {
+      loops().accumulate_tile(tile, e, static_cast<float*>(to), result.stride_i, result.stride_j);
+    } else {
+      loops().store_tile(result.dtype, tile, e, to, result.stride_i);
+    }
+  }
+  // Fetches the first lines of the tile's rows, before it is multiplied.
+  void fetch(int64_t row, int64_t col, int64_t m) const {
+    const Result& result = product.result;
+    const char* line = static_cast<char*>(result.element(part.row + row, part.col + col));
+    int64_t step = result.stride_i * element_size(result.dtype);
+    for (int64_t i = std::min(m, part.m - row); i > 0; --i, line += step) {
+      __builtin_prefetch(line, 1);
+    }
+  }
+  void store_all(Sums sums) const {
+    for (int64_t col = 0; col < part.n; col += kTileCols) {
+      store(0, col, part.m, kTileCols, {sums.at(0, col), sums.ld});
+    }
+  }
+};
 
 constexpr int64_t kWordsPerPass = 1024;    // of K
 constexpr int64_t kPassesTogether = 2;     // of K, whose panels of b are packed at a time
@@ -117,9 +204,10 @@ inline Sums sums_of(Scratch& scratch, int64_t rows, int64_t cols, int64_t nr) {
 }
 
 // With subnormal bf16 numbers, which the bf16 dot product reads as zero: in FP32.
-inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, const Output& out) {
+inline void multiply_exactly(const Output& out) {
   static thread_local Scratch scratch[3];
   const GemmKernel& exact = loops().gemm_f32;
+  const auto& [a, b, k, scales, result] = out.product;
   Part part = out.part;
   uint32_t* packed_a = panels(scratch[0], part.m, exact.mr, k);
   uint32_t* packed_b = panels(scratch[1], kTileCols, exact.nr, k);
@@ -130,8 +218,8 @@ inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, const 
     here.part = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
     pack_rows(exact, exact.pack_b, exact.nr, b, here.part.col, here.part.n, k, packed_b);
     Panels both = {packed_a, packed_b, k};
-    if (out.scales.by_chunk()) {
-      multiply_chunks(exact, both, here.part, 0, k, out.scales, sums);
+    if (scales.by_chunk()) {
+      multiply_chunks(exact, both, here.part, 0, k, scales, sums);
       here.store_all(sums);
     } else {
       multiply_pass(exact, both, 0, k, true, {nullptr, 0}, here);
@@ -152,9 +240,10 @@ using Lost = std::vector<std::atomic<bool>>;
 // are these columns of b. all: the sums of the part, or none where this is all of K. With the last
 // elements of K, results are stored.
 template <class Kernel>
-void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
-                   int64_t first_k, int64_t count, const uint32_t* packed, Sums all, Lost& lost,
-                   const BothScales& scales, const Result& result, int64_t threads) {
+void multiply_part(const Kernel& kernel, const Product& product, Part part, int64_t first_k,
+                   int64_t count, const uint32_t* packed, Sums all, Lost& lost, int64_t threads) {
+  const BothScales& scales = product.scales;
+  const int64_t k = product.k;
   int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
   int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
   int64_t step_m = kPanelsPerBlock * kernel.mr;
@@ -180,7 +269,7 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
         scales.row_factors(part.row + row, m, row_scales);
         for (int64_t col = n_begin; col < n_end; col += step_n) {
           Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
-          Output out = {result, scales, here, row_scales};
+          Output out = {product, here, row_scales};
           Sums sums = {nullptr, 0};
           if (all.data != nullptr) {
             sums = {all.at(row, col), all.ld};
@@ -190,8 +279,8 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
           for (int64_t at_k = 0; !lost_here && (at_k == 0 || at_k < count); at_k += step_k) {
             int64_t first = first_k + at_k, pass = std::min(step_k, count - at_k);
             if (col == n_begin) {
-              lost_here = pack_rows(kernel, kernel.pack_a, kernel.width_a(m), along_k(a, first),
-                                    here.row, m, pass, packed_a);
+              lost_here = pack_rows(kernel, kernel.pack_a, kernel.width_a(m),
+                                    along_k(product.a, first), here.row, m, pass, packed_a);
             }
             if (lost_here) break;
             Panels both = {packed_a, packed + col * words + kernel.words(at_k) * kernel.nr, words};
@@ -204,26 +293,25 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
             }
           }
           if (lost_here) lost[row / kernel.mr] = true;
-          if (lost_here && first_k + count >= k) multiply_exactly(a, b, k, out);
+          if (lost_here && first_k + count >= k) multiply_exactly(out);
         }
       }
     }
   });
 }
 
-// All of a [M, K] times b [K, N]; b is given with its columns as rows.
 template <class Kernel>
-void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
-              const BothScales& scales, const Result& result, Resources use = all_threads()) {
+void multiply(const Kernel& kernel, const Product& product, Resources use = all_threads()) {
+  const int64_t k = product.k, m = product.a.rows, n = product.b.rows;
   static thread_local Scratch for_b, for_sums;
   int64_t nr = kernel.nr, step_k = kPassesTogether * k_per_pass(kernel);
   bool at_once = k <= step_k;
   int64_t fit = use.packed_bytes / 4 / std::max<int64_t>(1, kernel.words(std::min(k, step_k))) / nr;
   int64_t step_n = std::max<int64_t>(1, fit) * nr;
-  int64_t step_m = std::max<int64_t>(1, at_once ? a.rows : kRowsOfSums);
-  for (int64_t row = 0; row < a.rows; row += step_m) {
-    for (int64_t col = 0; col < b.rows; col += step_n) {
-      Part part = {row, col, std::min(step_m, a.rows - row), std::min(step_n, b.rows - col)};
+  int64_t step_m = std::max<int64_t>(1, at_once ? m : kRowsOfSums);
+  for (int64_t row = 0; row < m; row += step_m) {
+    for (int64_t col = 0; col < n; col += step_n) {
+      Part part = {row, col, std::min(step_m, m - row), std::min(step_n, n - col)};
       Sums all = {nullptr, 0};
       if (!at_once) all = sums_of(for_sums, ceil_div(part.m, kernel.mr) * kernel.mr, part.n, nr);
       Lost lost(ceil_div(part.m, kernel.mr));
@@ -235,14 +323,13 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
         torch::stable::parallel_for(
             0, ceil_div(part.n, nr), grain, [&](int64_t begin, int64_t end) {
               int64_t first = begin * nr, columns = std::min(part.n, end * nr) - first;
-              if (pack_rows(kernel, kernel.pack_b, nr, along_k(b, first_k), col + first, columns,
-                            count, packed + first * words)) {
+              if (pack_rows(kernel, kernel.pack_b, nr, along_k(product.b, first_k), col + first,
+                            columns, count, packed + first * words)) {
                 lost_b = true;
               }
             });
         if (lost_b) std::fill(lost.begin(), lost.end(), true);
-        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, result,
-                      use.threads);
+        multiply_part(kernel, product, part, first_k, count, packed, all, lost, use.threads);
       }
     }
   }

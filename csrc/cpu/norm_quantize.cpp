@@ -1,6 +1,5 @@
 // norm_quantize and norm_backward.
-#include "arguments/check.h"
-#include "cpu/cast_rows.h"
+#include "cpu/quantize.h"
 #include "cpu/simd/loops.h"
 #include "math/norm.h"
 
@@ -18,14 +17,9 @@ Dtype check_rows(const Tensor& t, const Tensor& x, const std::string& what) {
 // weight or bias [k] in fp32; without one, the number that changes nothing.
 std::vector<float> vector_of(const MaybeTensor& t, int64_t k, float otherwise,
                              const std::string& what) {
-  std::vector<float> wide(k, otherwise);
-  if (!t.has_value()) return wide;
-  Dtype dtype = float_dtype(*t, what);
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == k, what, " must have shape [K]");
-  Tensor dense = row_major(*t);
-  const float* values = loops().wide_row(dtype, dense.const_data_ptr(), wide.data(), k);
-  std::copy(values, values + k, wide.data());
-  return wide;
+  if (t.has_value()) float_dtype(*t, what);
+  STD_TORCH_CHECK(!t || (t->dim() == 1 && t->size(0) == k), what, " must have shape [K]");
+  return vector_in_fp32(t, k, otherwise);
 }
 
 float* row_buffer(int64_t floats) {
@@ -36,7 +30,7 @@ float* row_buffer(int64_t floats) {
 
 // sums[j] = 0 + the j-th elements of `bands` rows of k.
 void add_bands(const std::vector<float>& rows, int64_t bands, int64_t k, float* sums) {
-  for_rows(k, kPiece / 16, [&](int64_t first, int64_t n) {
+  for_ranges(k, kPiece / 16, [&](int64_t first, int64_t n) {
     std::fill(sums + first, sums + first + n, 0.0f);
     for (int64_t b = 0; b < bands; ++b) {
       const float* row = rows.data() + b * k;
@@ -131,24 +125,24 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor
   Tensor dweight = empty({weight.has_value() ? k : 0}, ScalarType::Float);
   Tensor dbias = empty({with_bias ? k : 0}, ScalarType::Float);
 
-  int64_t bands = (m + kNormBand - 1) / kNormBand;
-  std::vector<float> of_weight(bands * k), of_bias(with_bias ? bands * k : 0);
+  int64_t bands = ceil_div(m, kNormBand);
+  std::vector<float> weight_bands(bands * k), bias_bands(with_bias ? bands * k : 0);
   const float *means = read_fp32(mean), *rstds = read_fp32(rstd);
-  for_rows(m, kNormBand, [&, m = m, k = k](int64_t first, int64_t count) {
-    float *buffer = row_buffer(4 * k), *band_weight = of_weight.data() + first / kNormBand * k;
-    float* band_bias = with_bias ? of_bias.data() + first / kNormBand * k : nullptr;
+  for_ranges(m, kNormBand, [&, m = m, k = k](int64_t first, int64_t count) {
+    float *buffer = row_buffer(4 * k), *band_weight = weight_bands.data() + first / kNormBand * k;
+    float* band_bias = with_bias ? bias_bands.data() + first / kNormBand * k : nullptr;
     for (int64_t r = first; r < first + count; ++r) {
-      const void* of_total =
+      const void* total_row =
           g_total.has_value() ? at(g_total->const_data_ptr(), grads.total_dtype, r * k) : nullptr;
       loops().norm_backward_row(grads, at(g.const_data_ptr(), grads.g_dtype, r * k),
-                                at(x.const_data_ptr(), grads.dtype, r * k), of_total,
+                                at(x.const_data_ptr(), grads.dtype, r * k), total_row,
                                 {grads.subtract_mean ? means[r] : 0.0f, rstds[r]},
                                 at(dx.mutable_data_ptr(), grads.dtype, r * k), band_weight,
                                 band_bias, buffer);
     }
   });
-  if (weight.has_value()) add_bands(of_weight, bands, k, fp32_of(dweight));
-  if (with_bias) add_bands(of_bias, bands, k, fp32_of(dbias));
+  if (weight.has_value()) add_bands(weight_bands, bands, k, fp32_of(dweight));
+  if (with_bias) add_bands(bias_bands, bands, k, fp32_of(dbias));
   return {dx, dweight, dbias};
 }
 

@@ -1,7 +1,5 @@
 // pack and unpack.
-#include "arguments/pack.h"
-
-#include "arguments/check.h"
+#include "arguments/casts.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 
@@ -11,6 +9,14 @@ namespace {
 
 static_assert(kPiece % kPackGroup == 0);
 constexpr int64_t kStreamed = 1 << 20;  // bytes; smaller results should stay in the caches
+
+PackArrays arrays_of(Dtype dtype, int64_t bits, const Tensor& codes, const Tensor& ranges) {
+  PackArrays arrays = {};
+  arrays.dtype = dtype, arrays.bits = bits;
+  arrays.codes = bytes_of(codes);
+  arrays.ranges = reinterpret_cast<Bf16*>(bytes_of(ranges));
+  return arrays;
+}
 
 }  // namespace
 
@@ -27,16 +33,10 @@ std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t co
   int64_t n = x.numel();
   Tensor codes = empty({packed_bytes(n, bits)}, ScalarType::Byte);
   Tensor ranges = empty({packed_groups(n), 2}, ScalarType::BFloat16);
-  PackArrays arrays = {dtype,
-                       bits,
-                       static_cast<uint64_t>(seed),
-                       count,
-                       x.const_data_ptr(),
-                       nullptr,
-                       false,
-                       static_cast<uint8_t*>(codes.mutable_data_ptr()),
-                       static_cast<Bf16*>(ranges.mutable_data_ptr())};
-  for_pieces(n, [&](int64_t begin, int64_t end) { loops().pack(arrays, begin, end); });
+  PackArrays arrays = arrays_of(dtype, bits, codes, ranges);
+  arrays.seed = static_cast<uint64_t>(seed), arrays.counter = count;
+  arrays.x = x.const_data_ptr();
+  for_ranges(n, kPiece, [&](int64_t i, int64_t count) { loops().pack(arrays, i, i + count); });
   return {codes, ranges};
 }
 
@@ -48,16 +48,10 @@ Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> sh
   codes = row_major(codes);
   ranges = row_major(ranges);
   Tensor y = empty(shape, type);
-  PackArrays arrays = {dtype,
-                       bits,
-                       0,
-                       0,
-                       nullptr,
-                       y.mutable_data_ptr(),
-                       n * element_size(dtype) >= kStreamed,
-                       static_cast<uint8_t*>(const_cast<void*>(codes.const_data_ptr())),
-                       static_cast<Bf16*>(const_cast<void*>(ranges.const_data_ptr()))};
-  for_pieces(n, [&](int64_t begin, int64_t end) { loops().unpack(arrays, begin, end); });
+  PackArrays arrays = arrays_of(dtype, bits, codes, ranges);
+  arrays.y = y.mutable_data_ptr();
+  arrays.streams = n * element_size(dtype) >= kStreamed;
+  for_ranges(n, kPiece, [&](int64_t i, int64_t count) { loops().unpack(arrays, i, i + count); });
   return y;
 }
 

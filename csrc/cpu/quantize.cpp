@@ -1,8 +1,7 @@
-// amax, quantize and dequantize.
-#include <atomic>
+// amax, quantize and dequantize, which go over pieces, rows and blocks; the loops within one are in
+// simd/quantize_loops.h.
+#include "cpu/quantize.h"
 
-#include "cpu/parallel.h"
-#include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
 #include "math/scale.h"
 
@@ -13,8 +12,8 @@ namespace {
 uint32_t amax_bits(const Tensor& x, Dtype dtype) {
   std::atomic<uint32_t> largest{0};
   const void* data = x.const_data_ptr();
-  for_pieces(x.numel(), [&](int64_t begin, int64_t end) {
-    raise_to(largest, loops().amax(dtype, at(data, dtype, begin), end - begin));
+  for_ranges(x.numel(), kPiece, [&](int64_t i, int64_t count) {
+    raise_to(largest, loops().amax(dtype, at(data, dtype, i), count));
   });
   return largest;
 }
@@ -22,18 +21,108 @@ uint32_t amax_bits(const Tensor& x, Dtype dtype) {
 // x itself if its memory order does not matter or is row-major, else a row-major copy.
 Tensor dense(const Tensor& x) { return is_dense(x) ? x : to_contiguous(x); }
 
-// Scales per row or block of an [M, K] tensor: the scale of element (row, col).
-struct ScaleGrid {
-  const float* data;
-  int64_t rows, cols;  // per scale
-  int64_t stride_row, stride_col;
+constexpr int64_t kHalf = 64;  // rows per call of the loops with a transpose
 
-  float at(int64_t row, int64_t col) const {
-    return data[row / rows * stride_row + col / cols * stride_col];
+float scale_of(const BlockCast& c, uint32_t amax) {
+  return scale_from_amax(bits_float(amax), format_max(c.to), 1.0f, c.power_of_two, 1.0f);
+}
+
+// f(band) for bands of 128 rows or columns on all threads.
+template <class F>
+void for_bands(int64_t length, int64_t breadth, const F& f) {
+  for_each(ceil_div(length, kBlock), kBlock * breadth, f);
+}
+
+// Each row in pieces of `width` elements, each with its own scale.
+uint32_t by_rows(const BlockCast& c, int64_t width, void* q, float* scale_inv) {
+  std::atomic<uint32_t> largest{0};
+  // An empty row still has a scale.
+  int64_t across = width == c.cols ? 1 : ceil_div(c.cols, width);
+  for_each(c.rows, c.cols, [&](int64_t r) {
+    for (int64_t piece = 0; piece < across; ++piece) {
+      int64_t i = r * c.cols + piece * width, n = std::min(width, c.cols - piece * width);
+      uint32_t amax = loops().amax(c.from, at(c.x, c.from, i), n);
+      float scale = scale_of(c, amax);
+      loops().quantize(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i), n);
+      scale_inv[r * across + piece] = 1.0f / scale;
+      raise_to(largest, amax);
+    }
+  });
+  return largest;
+}
+
+uint32_t by_squares(const BlockCast& c, void* q, float* scale_inv, void* q_t, float* scale_inv_t) {
+  std::atomic<uint32_t> largest{0};
+  int64_t down = ceil_div(c.rows, kBlock), across = ceil_div(c.cols, kBlock);
+  for_bands(c.rows, c.cols, [&](int64_t band) {
+    int64_t row = band * kBlock, height = std::min(kBlock, c.rows - row);
+    for (int64_t b = 0; b < across; ++b) {
+      int64_t col = b * kBlock, n = std::min(kBlock, c.cols - col);
+      uint32_t columns[kBlock] = {}, amax = 0;
+      loops().amax_columns(c.from, at(c.x, c.from, row * c.cols + col), height, n, c.cols, columns);
+      for (uint32_t u : columns) amax = std::max(amax, u);
+      float scale = scale_of(c, amax);
+      scale_inv[band * across + b] = 1.0f / scale;
+      if (c.transpose) scale_inv_t[b * down + band] = 1.0f / scale;
+      int64_t step = c.transpose ? kHalf : 1;
+      for (int64_t r = row; r < row + height; r += step) {
+        int64_t i = r * c.cols + col;
+        if (c.transpose) {
+          loops().quantize_transpose(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i),
+                                     at(q_t, c.to, col * c.rows + r),
+                                     std::min(kHalf, row + height - r), n, c.cols, c.rows);
+        } else {
+          loops().quantize(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i), n);
+        }
+      }
+      raise_to(largest, amax);
+    }
+  });
+  return largest;
+}
+
+// q_t of x's rows [row, row + height) and columns [col, col + n), with one scale per column from
+// its amax. The inverse scales go to scale_inv_t[i * step].
+void cast_columns(const BlockCast& c, const uint32_t* amax, void* q_t, float* scale_inv_t,
+                  int64_t step, int64_t row, int64_t height, int64_t col, int64_t n) {
+  float scale[kBlock];
+  uint32_t most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    scale[i] = scale_of(c, amax[i]);
+    scale_inv_t[i * step] = 1.0f / scale[i];
+    most = std::max(most, amax[i]);
   }
-};
+  for (int64_t r = row; r < row + height; r += kHalf) {
+    loops().quantize_columns(c.from, c.to, at(c.x, c.from, r * c.cols + col), scale,
+                             at(q_t, c.to, col * c.rows + r), std::min(kHalf, row + height - r), n,
+                             c.cols, c.rows, !is_nonfinite_bits(most));
+  }
+}
+
+// x^T with a scale per `length` elements of a row, which are rows of one column of x. Processed
+// down the columns, so that each row of q_t is written from left to right.
+void by_columns(const BlockCast& c, int64_t length, void* q_t, float* scale_inv_t) {
+  int64_t down = length == c.rows ? 1 : ceil_div(c.rows, length);
+  for_bands(c.cols, c.rows, [&](int64_t band) {
+    int64_t col = band * kBlock, n = std::min(kBlock, c.cols - col);
+    for (int64_t b = 0; b < down; ++b) {
+      int64_t row = b * length, height = std::min(length, c.rows - row);
+      uint32_t amax[kBlock] = {};
+      loops().amax_columns(c.from, at(c.x, c.from, row * c.cols + col), height, n, c.cols, amax);
+      cast_columns(c, amax, q_t, scale_inv_t + col * down + b, down, row, height, col, n);
+    }
+  });
+}
 
 }  // namespace
+
+uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q, float* scale_inv,
+                            void* q_t, float* scale_inv_t) {
+  if (blocks.rows == kBlock) return by_squares(cast, q, scale_inv, q_t, scale_inv_t);
+  bool per_row = blocks.cols == 0;
+  if (cast.transpose) by_columns(cast, per_row ? cast.rows : kBlock, q_t, scale_inv_t);
+  return by_rows(cast, per_row ? cast.cols : kBlock, q, scale_inv);
+}
 
 // x: any shape, fp32/bf16/fp16 -> fp32 []
 Tensor amax(Tensor x) {
@@ -76,20 +165,15 @@ Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
   std::atomic<uint32_t> largest{0};
   if (transpose) {
     constexpr int64_t band = 64;  // rows: full cache lines of each row of the transpose
-    int64_t grain = cols == 0 ? 1 : std::max<int64_t>(1, kPiece / (band * cols));
-    torch::stable::parallel_for(
-        0, (rows + band - 1) / band, grain, [&](int64_t first, int64_t last) {
-          for (int64_t i = first; i < last; ++i) {
-            int64_t row = i * band, n = std::min(band, rows - row);
-            raise_to(largest, loops().quantize_transpose(from, to, at(src, from, row * cols), s,
-                                                         at(dst, to, row * cols),
-                                                         at(dst_t, to, row), n, cols, cols, rows));
-          }
-        });
+    for_each(ceil_div(rows, band), band * cols, [&](int64_t i) {
+      int64_t row = i * band, n = std::min(band, rows - row);
+      raise_to(largest, loops().quantize_transpose(from, to, at(src, from, row * cols), s,
+                                                   at(dst, to, row * cols), at(dst_t, to, row), n,
+                                                   cols, cols, rows));
+    });
   } else {
-    for_pieces(x.numel(), [&](int64_t begin, int64_t end) {
-      raise_to(largest, loops().quantize(from, to, at(src, from, begin), s, at(dst, to, begin),
-                                         end - begin));
+    for_ranges(x.numel(), kPiece, [&](int64_t i, int64_t count) {
+      raise_to(largest, loops().quantize(from, to, at(src, from, i), s, at(dst, to, i), count));
     });
   }
   return {data, data_t, empty_scalar(1.0f / s), empty({0}, ScalarType::Float),
@@ -111,24 +195,19 @@ Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType type) {
   void* dst = out.mutable_data_ptr();
   if (scale_inv.numel() == 1) {
     float s = *read_fp32(scale_inv);
-    for_pieces(data.numel(), [&](int64_t begin, int64_t end) {
-      loops().dequantize(from, to, at(src, from, begin), s, at(dst, to, begin), end - begin);
+    for_ranges(data.numel(), kPiece, [&](int64_t i, int64_t count) {
+      loops().dequantize(from, to, at(src, from, i), s, at(dst, to, i), count);
     });
     return out;
   }
-  ScaleGrid grid = {read_fp32(scale_inv), rows_each, cols_each, scale_inv.stride(0),
-                    scale_inv.stride(1)};
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kPiece / std::max<int64_t>(1, cols)),
-                              [&](int64_t first, int64_t last) {
-                                for (int64_t r = first; r < last; ++r) {
-                                  for (int64_t c = 0; c < cols; c += grid.cols) {
-                                    int64_t i = r * cols + c;
-                                    loops().dequantize(from, to, at(src, from, i), grid.at(r, c),
-                                                       at(dst, to, i),
-                                                       std::min(grid.cols, cols - c));
-                                  }
-                                }
-                              });
+  for_each(rows, cols, [&](int64_t r) {
+    const float* scales = read_fp32(scale_inv) + r / rows_each * scale_inv.stride(0);
+    for (int64_t c = 0; c < cols; c += cols_each) {
+      int64_t i = r * cols + c;
+      loops().dequantize(from, to, at(src, from, i), scales[c / cols_each * scale_inv.stride(1)],
+                         at(dst, to, i), std::min(cols_each, cols - c));
+    }
+  });
   return out;
 }
 

@@ -1,11 +1,7 @@
-// quantize_mx: iterates over pieces of rows and tiles; the loops are in quantize_mx_loops.h.
-#include <algorithm>
-#include <atomic>
-
-#include "arguments/block_formats.h"
-#include "arguments/check.h"
-#include "cpu/quantize_blocks.h"
-#include "cpu/simd/block_cast.h"
+// quantize_mx and dequantize_mx, which go over pieces of rows and tiles; the loops are in
+// simd/quantize_mx_loops.h and dequantize_mx_loops.h.
+#include "cpu/quantize.h"
+#include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
 
@@ -13,53 +9,47 @@ namespace {
 
 constexpr int64_t kRows = 128, kCols = 64;  // of x in a tile of the transpose
 
-struct Codes {
-  uint8_t *q, *scale_inv;
-};
-
-Codes codes_of(const Tensor& data, const Tensor& scale_inv) {
-  return {static_cast<uint8_t*>(data.mutable_data_ptr()),
-          static_cast<uint8_t*>(scale_inv.mutable_data_ptr())};
+// f(row, first column, columns) for pieces of all rows, on all threads.
+template <class F>
+void for_pieces_of_rows(int64_t rows, int64_t cols, const F& f) {
+  int64_t across = ceil_div(cols, kPiece);
+  for_each(rows * across, std::min(cols, kPiece), [&](int64_t i) {
+    int64_t col = i % across * kPiece;
+    f(i / across, col, std::min(kPiece, cols - col));
+  });
 }
 
 int64_t in_whole_blocks(BlockFormat f, int64_t k) { return blocks_of(f, k) * block_size(f); }
 
 // x [rows, cols], row-major; returns its amax as bits.
-uint32_t by_rows(const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols, Codes out) {
+uint32_t by_rows(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols,
+                 const Tensor& q, const Tensor& scale_inv) {
   std::atomic<uint32_t> largest{0};
-  int64_t across = ceil_div(cols, kPiece), length = std::min(cols, kPiece);
-  int64_t grain = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, length));
-  torch::stable::parallel_for(0, rows * across, grain, [&](int64_t first, int64_t last) {
-    uint32_t most = 0;
-    for (int64_t i = first; i < last; ++i) {
-      int64_t row = i / across, col = i % across * kPiece;
-      uint32_t seen = loops().quantize_mx(
-          rule, at(x, rule.x_dtype, row * cols + col), std::min(kPiece, cols - col),
-          row * in_whole_blocks(rule.format, cols) + col,
-          out.q + row * block_bytes(rule.format, cols) + block_bytes(rule.format, col),
-          out.scale_inv + row * blocks_of(rule.format, cols) + blocks_of(rule.format, col));
-      most = std::max(most, seen);
-    }
-    raise_to(largest, most);
+  BlockFormat f = rule.format;
+  for_pieces_of_rows(rows, cols, [&](int64_t row, int64_t col, int64_t count) {
+    raise_to(largest, loops().quantize_mx(
+                          dtype, rule, at(x, dtype, row * cols + col), count,
+                          row * in_whole_blocks(f, cols) + col,
+                          bytes_of(q) + row * block_bytes(f, cols) + block_bytes(f, col),
+                          bytes_of(scale_inv) + row * blocks_of(f, cols) + blocks_of(f, col)));
   });
   return largest;
 }
 
 // Of the transpose. Down the columns, so that each row of the results is written from left to
 // right.
-void by_columns(const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols, Codes out) {
+void by_columns(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols,
+                const Tensor& q, const Tensor& scale_inv) {
   BlockFormat f = rule.format;
   int64_t ld_q = block_bytes(f, rows), ld_scale = blocks_of(f, rows);
   int64_t ld_element = in_whole_blocks(f, rows), down = ceil_div(rows, kRows);
-  torch::stable::parallel_for(0, ceil_div(cols, kCols) * down, 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      int64_t col = i / down * kCols, row = i % down * kRows;
-      loops().quantize_mx_columns(rule, at(x, rule.x_dtype, row * cols + col), cols,
-                                  std::min(kRows, rows - row), std::min(kCols, cols - col),
-                                  col * ld_element + row, ld_element,
-                                  out.q + col * ld_q + block_bytes(f, row), ld_q,
-                                  out.scale_inv + col * ld_scale + blocks_of(f, row), ld_scale);
-    }
+  for_each(ceil_div(cols, kCols) * down, kPiece, [&](int64_t i) {
+    int64_t col = i / down * kCols, row = i % down * kRows;
+    loops().quantize_mx_columns(dtype, rule, at(x, dtype, row * cols + col), cols,
+                                std::min(kRows, rows - row), std::min(kCols, cols - col),
+                                col * ld_element + row, ld_element,
+                                bytes_of(q) + col * ld_q + block_bytes(f, row), ld_q,
+                                bytes_of(scale_inv) + col * ld_scale + blocks_of(f, row), ld_scale);
   });
 }
 
@@ -67,8 +57,7 @@ void by_columns(const BlockCastRule& rule, const void* x, int64_t rows, int64_t 
 Tensor swizzled_copy(const Tensor& scales) {
   int64_t rows = scales.size(0), blocks = scales.size(1);
   Tensor out = empty(block_scale_shape(rows, blocks, true), scales.scalar_type());
-  const auto* from = static_cast<const uint8_t*>(scales.const_data_ptr());
-  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  uint8_t *from = bytes_of(scales), *to = bytes_of(out);
   std::fill_n(to, out.numel(), uint8_t{0});
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < blocks; ++i) to[swizzled_at(row, i, blocks)] = from[row * blocks + i];
@@ -99,14 +88,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   float tensor_amax = 0.0f;
   if (nvfp4) tensor_amax = *read_fp32(amax(x));
   bool stochastic = seed.has_value();
-  BlockCastRule rule = {dtype, f, scale_rule(f, how, tensor_amax, stochastic), stochastic, 0, 0};
+  BlockCastRule rule = {f, scale_rule(f, how, tensor_amax, stochastic), stochastic, 0, 0};
   if (stochastic) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
   }
-  uint32_t largest = by_rows(rule, x.const_data_ptr(), m, k, codes_of(data, scale_inv));
+  uint32_t largest = by_rows(dtype, rule, x.const_data_ptr(), m, k, data, scale_inv);
   if (transpose) {
     rule.stream = 1;
-    by_columns(rule, x.const_data_ptr(), m, k, codes_of(data_t, scale_inv_t));
+    by_columns(dtype, rule, x.const_data_ptr(), m, k, data_t, scale_inv_t);
   }
   if (swizzled) {
     scale_inv = swizzled_copy(scale_inv);
@@ -123,8 +112,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
           scalar_if(nvfp4 || with_amax, bits_float(largest))};
 }
 
+// data, scale_inv and tensor_scale_inv of quantize_mx -> [..., columns]
+Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
+                     int64_t columns, ScalarType type) {
+  BlockFormat f = block_format(fmt, "dequantize_mx");
+  Dtype to = float_dtype(type, "dequantize_mx: dtype");
+  int64_t rows = check_blocks(data, scale_inv, tensor_scale_inv, f, columns).first;
+
+  data = row_major(data);
+  scale_inv = row_major(scale_inv);
+  Tensor out = empty(with_last(data, columns), type);
+  const uint8_t *q = bytes_of(data), *scales = bytes_of(scale_inv);
+  const float* tensor_scale = tensor_scale_inv.has_value() ? read_fp32(*tensor_scale_inv) : nullptr;
+  void* result = out.mutable_data_ptr();
+  for_pieces_of_rows(rows, columns, [&](int64_t row, int64_t col, int64_t count) {
+    loops().dequantize_mx(f, to, q + row * block_bytes(f, columns) + block_bytes(f, col),
+                          scales + row * blocks_of(f, columns) + blocks_of(f, col), tensor_scale,
+                          at(result, to, row * columns + col), count);
+  });
+  return out;
+}
+
 }  // namespace mixprec::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
   m.impl("quantize_mx", TORCH_BOX(&mixprec::cpu::quantize_mx));
+  m.impl("dequantize_mx", TORCH_BOX(&mixprec::cpu::dequantize_mx));
 }

@@ -1,5 +1,4 @@
 // rotary.
-#include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 
@@ -11,11 +10,6 @@ void check_factor(const Tensor& factor, const Tensor& x, const char* name) {
   STD_TORCH_CHECK(factor.scalar_type() == ScalarType::Float && factor.dim() == 2 &&
                       factor.size(0) == x.size(2) && factor.size(1) == x.size(3) / 2,
                   "rotary: ", name, " must be fp32 [T, D/2]");
-}
-
-Tensor dense_rows(const Tensor& t) {
-  int64_t last = t.dim() - 1;
-  return t.size(last) < 2 || t.strides()[last] == 1 ? t : to_contiguous(t);
 }
 
 }  // namespace
@@ -34,17 +28,14 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
   const void* from = x.const_data_ptr();
   void* to = y.mutable_data_ptr();
   auto strides = x.strides();
-  int64_t grain = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, heads * d));
-  torch::stable::parallel_for(0, x.size(0) * positions, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t b = i / positions, t = i % positions;
-      const float* c = read_fp32(cos) + t * cos.strides()[0];
-      const float* s = read_fp32(sin) + t * sin.strides()[0];
-      for (int64_t h = 0; h < heads; ++h) {
-        int64_t offset = b * strides[0] + h * strides[1] + t * strides[2];
-        loops().rotary(dtype, interleaved, at(from, dtype, offset), c, s,
-                       at(to, dtype, (i * heads + h) * d), d);
-      }
+  for_each(x.size(0) * positions, heads * d, [&](int64_t i) {
+    int64_t b = i / positions, t = i % positions;
+    const float* c = read_fp32(cos) + t * cos.strides()[0];
+    const float* s = read_fp32(sin) + t * sin.strides()[0];
+    for (int64_t h = 0; h < heads; ++h) {
+      int64_t offset = b * strides[0] + h * strides[1] + t * strides[2];
+      loops().rotary(dtype, interleaved, at(from, dtype, offset), c, s,
+                     at(to, dtype, (i * heads + h) * d), d);
     }
   });
   return torch::stable::transpose(y, 1, 2);

@@ -1,6 +1,6 @@
-// scale_from_amax_, inv_scale, clip_coef, update_scale_: a few scalars each, computed on one
-// thread.
-#include "arguments/scales.h"
+// scale_from_amax_, inv_scale, clip_coef, update_scale_, update_delayed_scales_: a few scalars
+// each, computed on one thread.
+#include "arguments/step.h"
 
 namespace mixprec::cpu {
 
@@ -70,6 +70,23 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
   counts[2] = now.skipped_in_a_row;
 }
 
+// lists of n: amax_histories [L], scales and amaxes one element, all fp32; fmt_max: n numbers
+void update_delayed_scales_(TensorList amax_histories, TensorList scales, TensorList amaxes,
+                            std::vector<double> fmt_max, int64_t margin, bool power_of_two,
+                            bool most_recent) {
+  check_delayed_scales(amax_histories, scales, amaxes, fmt_max);
+  float shift = check_margin(margin, "update_delayed_scales_");
+  for (size_t i = 0; i < scales.size(); ++i) {
+    Tensor history = to_contiguous(amax_histories[i]);  // usually no copy
+    float& scale = *fp32_of(scales[i]);
+    float& amax = *fp32_of(amaxes[i]);
+    scale = update_delayed_scale(fp32_of(history), history.numel(), amax, scale,
+                                 static_cast<float>(fmt_max[i]), shift, power_of_two, most_recent);
+    amax = kUnused;
+    if (!amax_histories[i].is_contiguous()) torch::stable::copy_(amax_histories[i], history);
+  }
+}
+
 }  // namespace mixprec::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
@@ -77,4 +94,5 @@ STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
   m.impl("inv_scale", TORCH_BOX(&mixprec::cpu::inv_scale));
   m.impl("clip_coef", TORCH_BOX(&mixprec::cpu::clip_coef));
   m.impl("update_scale_", TORCH_BOX(&mixprec::cpu::update_scale_));
+  m.impl("update_delayed_scales_", TORCH_BOX(&mixprec::cpu::update_delayed_scales_));
 }

@@ -1,9 +1,9 @@
-// adamw_, sgd_, lion_ and muon_direction_: the parallel loop over all params. The formulas are the
-// rules in csrc/math.
-#include "cpu/simd/step.h"
+// adamw_, sgd_, lion_ and muon_direction_: the parallel loop over all params.
+#include "math/step.h"
 
-#include "arguments/update_lists.h"
+#include "arguments/step.h"
 #include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
 
@@ -12,25 +12,11 @@ namespace {
 class Step {
  public:
   // Checks all arguments; nothing is written before run.
-  explicit Step(UpdateLists lists, int64_t seed)
-      : lists_(std::move(lists)), seed_(seed), states_(lists_.states_each()) {
-    std::vector<CheckedParam> checked = UpdateCheck(lists_).run();
-    for (const CheckedParam& c : checked) {
-      StepArrays arrays = {};
-      arrays.param_dtype = c.param, arrays.grad_dtype = c.grad;
-      std::copy(c.state, c.state + 2, arrays.state_dtype);
-      arrays.stochastic = c.stochastic;
-      if (!lists_.masters.empty()) {
-        arrays.master_kind = c.master == Dtype::i16  ? Master::remainder_16
-                             : c.master == Dtype::i8 ? Master::remainder_8
-                                                     : Master::real;
-      }
-      rows_.push_back({arrays, c.contiguous, c.random});
-    }
-  }
+  Step(UpdateLists lists, int64_t seed)
+      : lists_(std::move(lists)), seed_(seed), checked_(UpdateCheck(lists_).run()) {}
 
   // The number of arrays of state that each param has.
-  int states() const { return states_; }
+  int states() const { return lists_.states_each(); }
 
   // Counts the step and updates all elements of all params on all threads.
   template <class Rule>
@@ -38,34 +24,29 @@ class Step {
     prepare();
     // Adjacent params usually have the same step count: reuse its constants.
     std::vector<std::pair<int, StepConstants<Rule>>> constants;
-    std::vector<int32_t> constants_of(rows_.size());
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      int64_t step = rows_[i].arrays.step;
-      if (i == 0 || step != rows_[i - 1].arrays.step) {
-        constants.emplace_back(rule.variant(states_, step), step_constants(rule, grad, step));
+    std::vector<int32_t> constants_of(arrays_.size());
+    for (size_t i = 0; i < arrays_.size(); ++i) {
+      int64_t step = arrays_[i].step;
+      if (i == 0 || step != arrays_[i - 1].step) {
+        constants.emplace_back(rule.variant(states(), step), step_constants(rule, grad, step));
       }
       constants_of[i] = static_cast<int32_t>(constants.size()) - 1;
     }
     for_pieces(cut(lists_.params), [&](int64_t, const Piece& p) {
       const auto& [variant, scalars] = constants[constants_of[p.tensor]];
-      loop(rows_[p.tensor].arrays, p.begin, p.end, variant, scalars);
+      loop(arrays_[p.tensor], p.begin, p.end, variant, scalars);
     });
     for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
   }
 
  private:
-  struct Row {
-    StepArrays arrays;
-    bool contiguous, random;
-  };
-
   void prepare();
   void flatten(size_t i);
 
   UpdateLists lists_;
   int64_t seed_;
-  int states_;
-  std::vector<Row> rows_;
+  std::vector<CheckedParam> checked_;
+  std::vector<StepArrays> arrays_;
   std::vector<std::pair<Tensor, Tensor>> copies_;  // original, contiguous copy
 };
 
@@ -74,10 +55,10 @@ class Step {
 void Step::flatten(size_t i) {
   UpdateLists& a = lists_;
   std::vector<Tensor*> written{&a.params[i]};
-  for (int s = 0; s < states_; ++s) written.push_back(&a.states[a.place(s, i)]);
+  for (int s = 0; s < states(); ++s) written.push_back(&a.states[a.place(s, i)]);
   if (!a.masters.empty()) written.push_back(&a.masters[i]);
   const Tensor& param = a.params[i];
-  bool flat = !rows_[i].random && is_dense(param) && same_strides(param, a.grads[i]);
+  bool flat = !checked_[i].random && is_dense(param) && same_strides(param, a.grads[i]);
   for (const Tensor* t : written) flat = flat && same_strides(param, *t);
   if (flat) return;
   a.grads[i] = to_contiguous(a.grads[i]);
@@ -92,17 +73,20 @@ void Step::flatten(size_t i) {
 void Step::prepare() {
   UpdateLists& a = lists_;
   float* counts = fp32_of(a.steps);
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    if (!rows_[i].contiguous) flatten(i);
-    StepArrays& arrays = rows_[i].arrays;
+  arrays_.resize(checked_.size());
+  for (size_t i = 0; i < arrays_.size(); ++i) {
+    const CheckedParam& checked = checked_[i];
+    if (!checked.contiguous) flatten(i);
+    StepArrays& arrays = arrays_[i];
+    arrays.param_dtype = checked.param, arrays.grad_dtype = checked.grad;
+    arrays.master_dtype = checked.master, arrays.stochastic = checked.stochastic;
     arrays.param = a.params[i].mutable_data_ptr();
     arrays.grad = a.grads[i].const_data_ptr();
-    for (int s = 0; s < states_; ++s) {
+    for (int s = 0; s < states(); ++s) {
       size_t place = a.place(s, i);
+      arrays.state_dtype[s] = checked.state[s];
       arrays.state[s] = a.states[place].mutable_data_ptr();
-      if (arrays.state_dtype[s] == Dtype::u8) {
-        arrays.scale[s] = fp32_of(a.state_scales[place]);
-      }
+      if (checked.state[s] == Dtype::u8) arrays.scale[s] = fp32_of(a.state_scales[place]);
     }
     if (!a.masters.empty()) arrays.master = a.masters[i].mutable_data_ptr();
     counts[i] += 1.0f;

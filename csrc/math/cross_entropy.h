@@ -1,5 +1,5 @@
 // What cross_entropy and cross_entropy_backward compute of each logit. Numbers (F) are float, or
-// several vectors side by side, as in exp.h.
+// several vectors side by side, as in activation.h.
 #pragma once
 
 #include "activation.h"
@@ -35,15 +35,15 @@ struct CrossEntropyRow {
   float logsumexp, factor, smoothing, weight;
 };
 
-// own: 1 - label_smoothing for the target, else 0.
+// label: 1 - label_smoothing for the target, else 0.
 template <bool capped, class F>
-MIXPREC_HD F cross_entropy_grad(F x, float own, const CrossEntropyRow& row, Softcap softcap) {
+MIXPREC_HD F cross_entropy_grad(F x, float label, const CrossEntropyRow& row, Softcap softcap) {
   F t = x, s = x;
   if constexpr (capped) {
     t = softcap_tanh(x, softcap.scale);
     s = t * softcap.value;
   }
-  F g = (bounded_exp(s - row.logsumexp) * row.factor - row.smoothing) - own;
+  F g = (bounded_exp(s - row.logsumexp) * row.factor - row.smoothing) - label;
   if constexpr (capped) g = g * (1.0f - t * t);
   return g * row.weight;
 }

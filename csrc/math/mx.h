@@ -168,6 +168,15 @@ MIXPREC_HD ScaleRule scale_rule(BlockFormat format, ScaleMode mode, float tensor
   return rule;
 }
 
+// A cast to a block format.
+struct BlockCastRule {
+  BlockFormat format;
+  ScaleRule scale;
+  bool stochastic;
+  uint64_t seed;
+  uint32_t stream;  // 0 for x, 1 for its transpose
+};
+
 struct BlockScale {
   uint8_t code;
   float factor;  // what elements are multiplied with
@@ -189,8 +198,8 @@ MIXPREC_HD BlockScale nvfp4_scale(uint32_t amax, const ScaleRule& rule) {
   E4m3 code = Convert<E4m3>::encode<true>(bits_float(amax), rule.sixth);
   if (up) {
     uint32_t below = decode(code) < bits_float(amax) * rule.sixth ? 1u : 0u;
-    uint32_t more = code.bits + below;
-    code.bits = static_cast<uint8_t>(more < 0x7Fu ? more : 0x7Eu);  // 448
+    uint32_t raised = code.bits + below;
+    code.bits = static_cast<uint8_t>(raised < 0x7Fu ? raised : 0x7Eu);  // 448
   }
   float factor = 1.0f / (decode(code) * rule.tensor_inv);
   factor = factor < 0x1.FFFFFEp127f ? factor : 0x1.FFFFFEp127f;

@@ -49,15 +49,12 @@ MIXPREC_HD RandomStream random_stream(int64_t seed, int64_t step, int64_t index,
           static_cast<uint32_t>(index) + (static_cast<uint32_t>(stream) << 30)};
 }
 
-MIXPREC_HD PhiloxWords random_counter(const RandomStream& s, int64_t eighth) {
-  uint64_t e = static_cast<uint64_t>(eighth);
-  return {{static_cast<uint32_t>(e), static_cast<uint32_t>(e >> 32), s.step, s.index_and_stream}};
-}
-
 // The bits of elements 8 * eighth to 8 * eighth + 7, 16 bits each; random16 returns those of
 // element j.
 MIXPREC_HD PhiloxWords random_words(const RandomStream& s, int64_t eighth) {
-  return philox(random_counter(s, eighth), s.seed);
+  uint64_t e = static_cast<uint64_t>(eighth);
+  uint32_t low = static_cast<uint32_t>(e), high = static_cast<uint32_t>(e >> 32);
+  return philox({{low, high, s.step, s.index_and_stream}}, s.seed);
 }
 MIXPREC_HD uint32_t random16(const PhiloxWords& w, int j) {
   return (w.word[j / 2] >> (16 * (j % 2))) & 0xFFFFu;

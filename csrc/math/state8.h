@@ -69,8 +69,8 @@ MIXPREC_HD int32_t state8_position(float magnitude, float inverse) {
 
 // The random bits of an element: those of its place in the block, the same in all blocks, plus
 // those of the block. Any two sums are independent of each other, and a sum is cheaper than a draw.
-MIXPREC_HD uint16_t block_random(uint16_t in_block, uint16_t of_block) {
-  return static_cast<uint16_t>(in_block + of_block);
+MIXPREC_HD uint16_t block_random(uint16_t place, uint16_t block) {
+  return static_cast<uint16_t>(place + block);
 }
 
 // inverse: of the block's scale; random: 16 bits.

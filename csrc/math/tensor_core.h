@@ -97,9 +97,9 @@ MIXPREC_HD float tensor_core_step(const TensorCore& core, const float* a, int64_
                                   int least_a, const float* b, int64_t stride_b, int least_b,
                                   int count, float c) {
   bool nan = c != c, plus = float_bits(c) == 0x7F800000u, minus = float_bits(c) == 0xFF800000u;
-  Significand of_c = significand_of(c, -126);
+  Significand start = significand_of(c, -126);
   int top = core.min_exponent;
-  if (of_c.significand != 0 && of_c.exponent > top) top = of_c.exponent;
+  if (start.significand != 0 && start.exponent > top) top = start.exponent;
   for (int i = 0; i < count; ++i) {
     float x = a[i * stride_a], y = b[i * stride_b];
     if (is_nonfinite(x) || is_nonfinite(y)) {
@@ -114,7 +114,7 @@ MIXPREC_HD float tensor_core_step(const TensorCore& core, const float* a, int64_
   if (nan || (plus && minus)) return bits_float(0x7FFFFFFFu);
   if (plus || minus) return bits_float(plus ? 0x7F800000u : 0xFF800000u);
   int fraction = core.fraction_bits, above = fraction > 23 ? fraction - 23 : 0;
-  int64_t sum = cut(of_c.significand * (1 << above), 23 + above - fraction + top - of_c.exponent);
+  int64_t sum = cut(start.significand * (1 << above), 23 + above - fraction + top - start.exponent);
   for (int i = 0; i < count; ++i) {
     Significand x = significand_of(a[i * stride_a], least_a);
     Significand y = significand_of(b[i * stride_b], least_b);

@@ -114,10 +114,10 @@ void blocks() {
     for (bool stochastic : {false, true}) {
       std::vector<uint8_t> from = numbers(Dtype::f32, kCount, 2, 12, true);
       std::vector<uint8_t> q(kCount), scales(blocks_of(format, kCount)), back(kCount * 4);
-      BlockCastRule rule = {
-          Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 1e3f, stochastic),
-          stochastic, 99,     0};
-      add(base_loops.quantize_mx(rule, from.data(), kCount - 7, 64, q.data(), scales.data()));
+      BlockCastRule rule = {format, scale_rule(format, ScaleMode::rceil, 1e3f, stochastic),
+                            stochastic, 99, 0};
+      add(base_loops.quantize_mx(Dtype::f32, rule, from.data(), kCount - 7, 64, q.data(),
+                                 scales.data()));
       add_bytes(q.data(), block_bytes(format, kCount - 7));
       add_bytes(scales.data(), blocks_of(format, kCount - 7));
       float inverse = rule.scale.tensor_inv;
@@ -206,15 +206,13 @@ template <class Rule>
 void step(const char* what, const Rule& rule, StepLoop<Rule> loop, int states) {
   struct Form {
     Dtype param;
-    Master master;
+    Dtype master;
     bool eight_bits, stochastic;
   };
-  const Form forms[] = {{Dtype::f32, Master::none, false, false},
-                        {Dtype::bf16, Master::real, false, false},
-                        {Dtype::f16, Master::real, false, false},
-                        {Dtype::bf16, Master::remainder_16, true, false},
-                        {Dtype::bf16, Master::remainder_8, true, true},
-                        {Dtype::bf16, Master::none, false, true}};
+  const Form forms[] = {
+      {Dtype::f32, Dtype::none, false, false}, {Dtype::bf16, Dtype::f32, false, false},
+      {Dtype::f16, Dtype::f32, false, false},  {Dtype::bf16, Dtype::i16, true, false},
+      {Dtype::bf16, Dtype::i8, true, true},    {Dtype::bf16, Dtype::none, false, true}};
   for (const Form& form : forms) {
     std::vector<uint8_t> p = numbers(form.param, kCount, 12, 2),
                          g = numbers(form.param, kCount, 13);
@@ -234,7 +232,7 @@ void step(const char* what, const Rule& rule, StepLoop<Rule> loop, int states) {
                          5,
                          3,
                          1};
-    if (form.master == Master::none) arrays.master = nullptr;
+    if (form.master == Dtype::none) arrays.master = nullptr;
     for (int s = 0; s < states; ++s) {
       state[s].assign(kCount * 4, 0), scales[s].assign(kCount / 256, 0.0f);
       arrays.state[s] = state[s].data(), arrays.scale[s] = scales[s].data();
@@ -283,7 +281,7 @@ void products() {
       int least = d == Dtype::e4m3 ? -6 : d == Dtype::bf16 ? -126 : -14;
       product(kernel, d, 200 * kernel.words_of_k, kernel.mr,
               [&](int64_t k, auto* a, auto* b, float* c, bool add) {
-                kernel.micro(core, least, least, k, a, b, c, kernel.nr, add);
+                kernel.steps(core, least, least, k, a, b, c, kernel.nr, add);
               });
     }
     line(std::string("gemm_simulated ") + name(d));

@@ -1,53 +1,42 @@
 // All loops, each after those it uses, and their table. Included once per instruction set, which
 // defines Vec, its operations, Registers and the sizes of tiles.
+constexpr int kLanes = sizeof(Vec) / sizeof(float);
+typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
+typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+
+// clang-format off: the order is this one
 #include "gemm_loops.h"
-#include "gemm_panel_loops.h"
-#include "grad_loops.h"
-#include "philox_loops.h"
 #include "quantize_loops.h"
-#include "rotary_loops.h"
-#include "state8_loops.h"
-#include "tensor_core_panels.h"
-
-// These use tensor_core_panels.h.
-#include "tensor_core_loops.h"
-#include "tensor_core_short_loops.h"
-
-// These use the ones above.
 #include "pack_loops.h"
 #include "step_loops.h"
-#include "unpack_loops.h"
-
-// In this order.
-#include "dequantize_mx_words.h"
-//
-#include "dequantize_mx_loops.h"
-//
-#include "quantize_mx_scales.h"
-//
-#include "quantize_mx_codes.h"
-//
-#include "quantize_mx_columns.h"
-//
-#include "quantize_mx_loops.h"
-
-namespace attention_f32 {
-constexpr int kPair = 1, kRows = kAttentionRows, kVecs = 2;
-inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-#include "attention_loops.h"
-//
-#include "attention_softmax_f32.h"
-}  // namespace attention_f32
-#include "side_by_side.h"
-
-// These use step_loops.h and side_by_side.h.
 #include "activation_loops.h"
 #include "cross_entropy_loops.h"
 #include "norm_loops.h"
+#include "grad_loops.h"
+#include "tensor_core_loops.h"
+#include "tensor_core_short_loops.h"
+#include "dequantize_mx_loops.h"
+#include "quantize_mx_codes.h"
+#include "quantize_mx_loops.h"
+// clang-format on
+
+namespace f32_words {
+constexpr int kPair = 1;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+inline void store_numbers(uint32_t* words, const Vec* x, int count) {
+#pragma GCC unroll 4
+  for (int j = 0; j < count; ++j) store(reinterpret_cast<float*>(words) + j * kLanes, x[j]);
+}
+#include "product_loops.h"
+
+constexpr AttentionKernel attention_kernel{
+    kPair, pack, pack_by_rows, transpose, product, softmax, softmax_backward, row_dots, store_rows,
+};
+}  // namespace f32_words
 
 constexpr GemmKernel make_gemm_f32() {
   GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
-  kernel.micros[MR] = micro_f32<MR, NV>;
+  kernel.micros[MR] = f32_words::panel_micro<MR, NV>;
   return kernel;
 }
 constexpr GemmKernel gemm_f32 = make_gemm_f32();
@@ -85,7 +74,7 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .accumulate_tile = accumulate_tile,
       .gemm_f32 = gemm_f32,
       .gemm_bf16 = gemm,
-      .attention_f32 = attention_f32::attention_kernel,
+      .attention_f32 = f32_words::attention_kernel,
       .attention_bf16 = attention,
       .rotary = rotary,
       .cross_entropy = cross_entropy,

@@ -7,18 +7,17 @@ __attribute__((noinline, flatten)) void cap_logits(const float* __restrict x, So
       n, [&](auto at, auto set) { set(y, softcap_tanh(at(x), softcap.scale) * softcap.value); });
 }
 
-// Not a NaN, which the exponentials will hold.
-inline float largest_logit(const float* x, int64_t n, float least) {
-  constexpr int lanes = sizeof(Vec) / sizeof(float);
+// `least` or the largest of x, but not a NaN, which the exponentials will hold.
+inline float largest_of(const float* x, int64_t n, float least) {
   Vec best = broadcast(least);
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
+  for (; i + kLanes <= n; i += kLanes) {
     Vec v = load(x + i);
     best = v > best ? v : best;
   }
-  float each[lanes];
+  float each[kLanes];
   store(each, best);
-  for (int j = 0; j < lanes; ++j) least = each[j] > least ? each[j] : least;
+  for (int j = 0; j < kLanes; ++j) least = each[j] > least ? each[j] : least;
   for (; i < n; ++i) least = x[i] > least ? x[i] : least;
   return least;
 }
@@ -40,13 +39,13 @@ __attribute__((noinline, flatten)) void add_logits(const float* __restrict x, fl
     exps = exps + bounded_exp(v - shift);
     logits = logits + v;
   }
-  float more = total_of(exps), plain = total_of(logits);
+  float exp_sum = total_of(exps), logit_sum = total_of(logits);
   for (; i < n; ++i) {
-    more += bounded_exp(x[i] - shift);
-    plain += x[i];
+    exp_sum += bounded_exp(x[i] - shift);
+    logit_sum += x[i];
   }
-  *total += more;
-  *sum += plain;
+  *total += exp_sum;
+  *sum += logit_sum;
 }
 
 void cross_entropy(const float* logits, int64_t n, int64_t target, Softcap softcap, float* row) {
@@ -60,7 +59,7 @@ void cross_entropy(const float* logits, int64_t n, int64_t target, Softcap softc
       x = buffer;
     }
     if (i <= target && target < i + count) row[2] = x[target - i];
-    float largest = largest_logit(x, count, maximum);
+    float largest = largest_of(x, count, maximum);
     float shift = largest == -__builtin_inff() ? 0.0f : largest;
     total *= bounded_exp(maximum - shift);
     maximum = largest;
@@ -79,12 +78,11 @@ __attribute__((noinline, flatten)) void logit_grads(const float* __restrict x,
       n, [&](auto at, auto set) { set(g, cross_entropy_grad<capped>(at(x), 0.0f, row, softcap)); });
 }
 
-void cross_entropy_backward(const float* logits, int64_t n, int64_t target, float own,
+void cross_entropy_backward(const float* logits, int64_t n, int64_t target, float label,
                             const CrossEntropyRow& row, Softcap softcap, Dtype dtype, void* g) {
   alignas(64) float buffer[kPart];
   bool capped = softcap.value != 0.0f;
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
+  with_float(dtype, [&]<class T>(Type<T>) {
     T* __restrict out = static_cast<T*>(g);
     if (row.weight == 0.0f) {
       for (int64_t i = 0; i < n; ++i) out[i] = T{};
@@ -96,8 +94,8 @@ void cross_entropy_backward(const float* logits, int64_t n, int64_t target, floa
       grads(logits + i, row, softcap, buffer, count);
       if (i <= target && target < i + count) {
         float x = logits[target];
-        buffer[target - i] = capped ? cross_entropy_grad<true>(x, own, row, softcap)
-                                    : cross_entropy_grad<false>(x, own, row, softcap);
+        buffer[target - i] = capped ? cross_entropy_grad<true>(x, label, row, softcap)
+                                    : cross_entropy_grad<false>(x, label, row, softcap);
       }
       for (int64_t j = 0; j < count; ++j) out[i + j] = Convert<T>::encode(buffer[j]);
     }

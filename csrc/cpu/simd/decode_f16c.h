@@ -1,5 +1,11 @@
-// decode_8 of gemm_panel_loops.h by the processor's conversion of fp16, for AVX2 and AVX-512: fp8
-// numbers are made fp16 first. The same values; NaN is any NaN.
+// 8 numbers as words of fp32, for gemm_loops.h; those of fp16 and fp8 by the conversion of fp16
+// that processors with AVX2 have, fp8 numbers made fp16 first. NaN is any NaN. Included by
+// loops_avx2.cpp and loops_avx512.cpp before all loops: a call sees what stands before it.
+
+template <class T>
+inline void decode_8(const T* __restrict x, uint32_t* __restrict out) {
+  for (int i = 0; i < 8; ++i) out[i] = float_bits(decode(x[i]));
+}
 
 inline void decode_halves(__m128i halves, float by, uint32_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),

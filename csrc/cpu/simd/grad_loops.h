@@ -25,25 +25,22 @@ struct Finite {
 // ...or how many there are of each GradKind.
 template <int64_t lanes>
 struct Kinds {
-  uint32_t inf[lanes] = {}, nan[lanes] = {}, zero[lanes] = {}, subnormal[lanes] = {};
+  uint32_t counts[4][lanes] = {};
 
   template <class T>
   MIXPREC_HD void add(int64_t lane, T g, typename Unscale<T>::Real unscaled) {
     GradKind kind = Unscale<T>::kind(real(g), unscaled);
-    inf[lane] += kind.inf;
-    nan[lane] += kind.nan;
-    zero[lane] += kind.zero;
-    subnormal[lane] += kind.subnormal;
+    counts[0][lane] += kind.inf;
+    counts[1][lane] += kind.nan;
+    counts[2][lane] += kind.zero;
+    counts[3][lane] += kind.subnormal;
   }
-  MIXPREC_HD bool finish(uint32_t* counts) const {
-    for (int k = 0; k < 4; ++k) counts[k] = 0;
-    for (int64_t l = 0; l < lanes; ++l) {
-      counts[0] += inf[l];
-      counts[1] += nan[l];
-      counts[2] += zero[l];
-      counts[3] += subnormal[l];
+  MIXPREC_HD bool finish(uint32_t* totals) const {
+    for (int k = 0; k < 4; ++k) {
+      totals[k] = 0;
+      for (int64_t l = 0; l < lanes; ++l) totals[k] += counts[k][l];
     }
-    return (counts[0] | counts[1]) != 0;
+    return (totals[0] | totals[1]) != 0;
   }
 };
 
@@ -60,28 +57,25 @@ bool unscale_row(T* g, typename Unscale<T>::Real inv_scale, int64_t n, uint32_t*
 
 // Sixteen partial sums, reduced pairwise at the end: the order depends only on n, not on the
 // instruction set or the number of threads.
-constexpr int64_t kLanes = 16;
+constexpr int64_t kPartialSums = 16;
 
 template <class Notes, class T>
 bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, double* sum_sq,
                     uint32_t* counts) {
   using Real = typename Unscale<T>::Real;
-  double sums[kLanes] = {};
+  double sums[kPartialSums] = {};
   Notes notes;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) {
-      Real value = Unscale<T>::apply(g[i + l], inv_scale);
-      notes.add(l, g[i + l], value);
-      sums[l] += static_cast<double>(value) * static_cast<double>(value);
-    }
-  }
-  for (int64_t l = 0; i < n; ++i, ++l) {
-    Real value = Unscale<T>::apply(g[i], inv_scale);
-    notes.add(l, g[i], value);
+  auto add = [&](int64_t l, T x) {
+    Real value = Unscale<T>::apply(x, inv_scale);
+    notes.add(l, x, value);
     sums[l] += static_cast<double>(value) * static_cast<double>(value);
+  };
+  int64_t i = 0;
+  for (; i + kPartialSums <= n; i += kPartialSums) {
+    for (int64_t l = 0; l < kPartialSums; ++l) add(l, g[i + l]);
   }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+  for (int64_t l = 0; i < n; ++i, ++l) add(l, g[i]);
+  for (int64_t half = kPartialSums / 2; half > 0; half /= 2) {
     for (int64_t l = 0; l < half; ++l) sums[l] += sums[l + half];
   }
   *sum_sq = sums[0];
@@ -95,8 +89,8 @@ bool with_grad(Dtype dtype, const F& f) {
 }
 
 bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts) {
-  return with_grad(dtype, [&](auto t) {
-    auto* x = static_cast<typename decltype(t)::type*>(g);
+  return with_grad(dtype, [&]<class T>(Type<T>) {
+    T* x = static_cast<T*>(g);
     return counts ? unscale_row<Kinds<1>>(x, inv_scale, n, counts)
                   : unscale_row<Finite<1>>(x, inv_scale, n, counts);
   });
@@ -104,9 +98,9 @@ bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts)
 
 bool grad_stats(Dtype dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
                 uint32_t* counts) {
-  return with_grad(dtype, [&](auto t) {
-    auto* x = static_cast<const typename decltype(t)::type*>(g);
-    return counts ? sum_of_squares<Kinds<kLanes>>(x, inv_scale, n, sum_sq, counts)
-                  : sum_of_squares<Finite<kLanes>>(x, inv_scale, n, sum_sq, counts);
+  return with_grad(dtype, [&]<class T>(Type<T>) {
+    const T* x = static_cast<const T*>(g);
+    return counts ? sum_of_squares<Kinds<kPartialSums>>(x, inv_scale, n, sum_sq, counts)
+                  : sum_of_squares<Finite<kPartialSums>>(x, inv_scale, n, sum_sq, counts);
   });
 }

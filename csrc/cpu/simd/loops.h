@@ -4,15 +4,15 @@
 
 #include <cstdint>
 
-#include "attention.h"
 #include "dispatch.h"
 
 // What a formula is given is only named here: who includes this is not compiled again when a
-// formula changes. Who calls a loop includes the header of its formula, step.h or block_cast.h.
+// formula changes. Who calls a loop includes the header of its formula.
 namespace mixprec {
 enum class Activation : int32_t;
 enum class BlockFormat : int32_t;
 struct AdamW;
+struct BlockCastRule;
 struct CrossEntropyRow;
 struct Lion;
 struct MuonDirection;
@@ -24,9 +24,6 @@ struct StepConstants;
 }  // namespace mixprec
 
 namespace mixprec::cpu {
-
-struct BlockCastRule;
-struct StepArrays;
 
 template <int...>
 struct Indices {};
@@ -64,14 +61,23 @@ struct GemmKernel {
 };
 
 // The same for products as a tensor core computes them, with panels of `words_of_k` words for each
-// of K (tensor_core_panels.h).
+// of K (tensor_core_loops.h).
 struct SimulatedKernel {
   int64_t mr, nr, words_of_k;
-  decltype(GemmKernel::pack_a) pack_a;
-  decltype(GemmKernel::pack_b) pack_b;
+  decltype(GemmKernel::pack_a) pack_a, pack_b;
   // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
-  void (*micro)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
+  void (*steps)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
                 const uint32_t* b, float* c, int64_t ldc, bool accumulate);
+  // Of the op that multiplies.
+  const TensorCore* core = nullptr;
+  int least_a = 0, least_b = 0;
+
+  int64_t words(int64_t k) const { return words_of_k * k; }
+  int64_t width_a(int64_t /*rows*/) const { return mr; }
+  void micro(int64_t /*width*/, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
+             int64_t ldc, bool accumulate) const {
+    steps(*core, least_a, least_b, words / words_of_k, a, b, c, ldc, accumulate);
+  }
 };
 
 // A tile of a GEMM's fp32 sums.
@@ -85,6 +91,19 @@ struct Epilogue {
   const float* a_scale_inv;  // [rows]
   const float* b_scale_inv;  // [cols]
   const float* bias;         // [cols], or null
+};
+
+// One param and the arrays updated with it, all in one memory order.
+struct StepArrays {
+  Dtype param_dtype, grad_dtype, state_dtype[2];
+  Dtype master_dtype;  // none; i16, i8: a remainder, beside a bf16 param
+  bool stochastic;     // stochastic rounding of the param
+  void* param;
+  const void* grad;
+  void* state[2];             // null where there is none; u8: of signed and of unsigned codes
+  float* scale[2];            // of a state in u8, one per 256 elements
+  void* master;               // null if there is none
+  int64_t seed, step, index;  // of the random bits
 };
 
 // Elements [begin, end) of one param; begin is a multiple of 8.
@@ -114,6 +133,79 @@ struct NormGrads {
   const float* weight;  // [n]
   bool subtract_mean;
   int64_t n;
+};
+
+constexpr int64_t kTileSide =
+    96;  // queries or keys of a tile: a multiple of every micro-kernel's sizes
+// Row strides are an odd number of cache lines, so that a column of a tile lies in many cache sets.
+constexpr int64_t kTileLd = 112;
+constexpr int64_t odd_lines(int64_t words) { return (words + 15) / 16 * 16 | 16; }
+
+// Where the tile crosses the diagonal, row i sees column j only if j <= i + shift.
+struct TileShape {
+  int64_t rows, keys;
+  bool causal;
+  int64_t shift;
+
+  int64_t seen(int64_t row) const {
+    int64_t all = row + shift + 1;
+    return causal && all < keys ? all : keys;
+  }
+};
+
+// How a causal tile restricts a product: only the columns that a row sees; only the words (keys)
+// that a row sees; only the words (queries) that see a row (key).
+enum class Seen { all, columns, until, from };
+
+// c = a b * alpha, or c * factor[row] + a b * alpha. A word is an fp32 number, or two bf16 numbers
+// adjacent along the sum. a: (row, word) at a[row * lda + word], or transposed. b: (word, col) at
+// b[word * ldb + col]. Rows and columns are computed up to multiples of the micro-kernel's sizes:
+// there must be memory.
+struct TileProduct {
+  int64_t rows, cols, words;
+  const uint32_t* a;
+  int64_t lda;
+  bool transposed;
+  const uint32_t* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  const float* factor;
+  float alpha;
+  Seen seen;
+  int64_t shift;
+};
+
+struct AttentionKernel {
+  int64_t pair;  // numbers in a word
+  // out[row][ld] <- words along each row of src [rows][d], rows `stride` elements apart; zeros up
+  // to `padded` rows and to a multiple of 16 words.
+  void (*pack)(Dtype, const void* src, int64_t stride, int64_t rows, int64_t d, uint32_t* out,
+               int64_t ld, int64_t padded);
+  // The same with words of adjacent rows: out[row / pair][ld].
+  void (*pack_by_rows)(Dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
+                       uint32_t* out, int64_t ld, int64_t padded);
+  // out[word][kTileLd] <- in[row][ld] of kTileSide rows.
+  void (*transpose)(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out);
+  void (*product)(const TileProduct&);
+  // Scores [kTileSide][kTileLd] to weights, in words along the rows: in place for pair = 1. Updates
+  // the maximum and the sum of each row; factor: of what was summed with the old maximum.
+  void (*softmax)(const TileShape&, float* scores, float* maximum, float* sum, float* factor,
+                  uint32_t* weights);
+  // Scores to weights and weight_grads to the gradients of the scores: in place for pair = 1, else
+  // in words: of adjacent rows (weights_t, grads_t) and along the rows (grads). carried: by how
+  // much the rounded weights of each key add up to too little so far; read and written for pair
+  // = 2.
+  void (*softmax_backward)(const TileShape&, float* scores, float* weight_grads,
+                           const float* logsumexp, const float* shared, float scale, float* carried,
+                           uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t);
+  // out[row] += sum of x * y of kTileSide rows, both as `transpose` left them: the bits of that
+  // element of a product of the two.
+  void (*row_dots)(const uint32_t* x, const uint32_t* y, int64_t words, float* out);
+  // out[row] <- x[row][ld] * factor[row]; null: 1. remainder: null, or what rounding has cut off,
+  // in rows `stride` elements apart.
+  void (*store_rows)(Dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
+                     int64_t d, void* out, int64_t stride, Bf16* remainder);
 };
 
 struct Loops {
@@ -158,13 +250,13 @@ struct Loops {
   void (*unpack)(const PackArrays&, int64_t begin, int64_t end);
   // The codes and the scales of n elements of a row, from the start of a block on; element: the
   // index of the first one in whole blocks, for its random bits. Returns the amax as above.
-  uint32_t (*quantize_mx)(const BlockCastRule&, const void* x, int64_t n, int64_t element,
-                          uint8_t* q, uint8_t* scale_inv);
+  uint32_t (*quantize_mx)(Dtype x_dtype, const BlockCastRule&, const void* x, int64_t n,
+                          int64_t element, uint8_t* q, uint8_t* scale_inv);
   // The same of the transpose of at most 128 rows (from the start of a block on) and 128 columns of
   // x (row stride ld); in rows of the transpose with these strides, also of their elements.
-  void (*quantize_mx_columns)(const BlockCastRule&, const void* x, int64_t ld, int64_t rows,
-                              int64_t cols, int64_t element, int64_t ld_element, uint8_t* q_t,
-                              int64_t ld_q, uint8_t* scale_inv_t, int64_t ld_scale);
+  void (*quantize_mx_columns)(Dtype x_dtype, const BlockCastRule&, const void* x, int64_t ld,
+                              int64_t rows, int64_t cols, int64_t element, int64_t ld_element,
+                              uint8_t* q_t, int64_t ld_q, uint8_t* scale_inv_t, int64_t ld_scale);
   // n elements of a row from the start of a block on. tensor_scale_inv: null, or one number.
   void (*dequantize_mx)(BlockFormat, Dtype out_dtype, const uint8_t* q, const uint8_t* scale_inv,
                         const float* tensor_scale_inv, void* out, int64_t n);
@@ -193,7 +285,7 @@ struct Loops {
   // Of n logits of a row: its statistics with those before (see mixprec/ops/cross_entropy.py), and
   // the gradients; target: the column of its target, if that is in [0, n).
   void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);
-  void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float own,
+  void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float label,
                                  const CrossEntropyRow&, Softcap, Dtype, void* g);
   SimulatedKernel simulated;        // sums of 24 bits
   SimulatedKernel simulated_short;  // of 14 bits
@@ -214,7 +306,5 @@ extern const Loops table, table_bf16;
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.
 const Loops& loops();
-// The levels this processor can run, lowest first, separated by spaces.
-const char* isa_available();
 
 }  // namespace mixprec::cpu

@@ -27,14 +27,14 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 
 typedef PlainRegisters Registers;
 
-#include "all_loops.h"
+// clang-format off: the order is this one
 #include "decode_f16c.h"
+#include "all_loops.h"
+// clang-format on
 
 }  // namespace
 
-extern const Loops table;
-constinit const Loops table =
-    make_table("avx2", gemm_f32, store_tile, attention_f32::attention_kernel);
+constinit const Loops table = make_table("avx2", gemm_f32, store_tile, f32_words::attention_kernel);
 
 }  // namespace mixprec::cpu::avx2
 #endif

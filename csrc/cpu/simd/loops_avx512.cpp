@@ -63,36 +63,50 @@ struct Registers {
   }
 };
 
-#include "all_loops.h"
+// clang-format off: the order is this one
 #include "decode_f16c.h"
+#include "all_loops.h"
+// clang-format on
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512vbmi")
 
-#include "bf16_rounding.h"
-#include "gemm_bf16_panels.h"
-// Uses the ones above.
 #include "gemm_bf16_loops.h"
 
-namespace attention_bf16 {
-constexpr int kPair = 2, kRows = kAttentionRows, kVecs = 2;
+namespace bf16_words {
+constexpr int kPair = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }
-#include "attention_loops.h"
-//
-#include "attention_softmax_bf16.h"
-}  // namespace attention_bf16
+inline void store_numbers(uint32_t* words, const Vec* x, int) {
+  store_words(words, in_bf16(x[0], x[1]));
+}
+#include "product_loops.h"
+// Uses the one above.
+#include "attention_bf16_loops.h"
+}  // namespace bf16_words
+
+template <int... width>
+constexpr GemmKernel make_gemm_bf16(Indices<width...>) {
+  return {MR,
+          NR,
+          2,
+          true,
+          pack_bf16<MR>,
+          pack_bf16<NR>,
+          {nullptr, bf16_words::panel_micro<width, NV>...}};
+}
+constexpr GemmKernel gemm_bf16 =
+    make_gemm_bf16(Indices<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, MR>{});
 
 #pragma GCC pop_options
 
 }  // namespace
 
-extern const Loops table, table_bf16;
 constinit const Loops table =
-    make_table("avx512", gemm_f32, store_tile, attention_f32::attention_kernel);
+    make_table("avx512", gemm_f32, store_tile, f32_words::attention_kernel);
 constinit const Loops table_bf16 =
-    make_table("avx512_bf16", gemm_bf16, store_tile_bf16, attention_bf16::attention_kernel);
+    make_table("avx512_bf16", gemm_bf16, store_tile_bf16, bf16_words::attention_kernel);
 
 }  // namespace mixprec::cpu::avx512
 #endif

@@ -36,12 +36,16 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 
 typedef PlainRegisters Registers;
 
+// 8 numbers as words of fp32.
+template <class T>
+inline void decode_8(const T* __restrict x, uint32_t* __restrict out) {
+  for (int i = 0; i < 8; ++i) out[i] = float_bits(decode(x[i]));
+}
+
 #include "all_loops.h"
 
 }  // namespace
 
-extern const Loops table;
-constinit const Loops table =
-    make_table("base", gemm_f32, store_tile, attention_f32::attention_kernel);
+constinit const Loops table = make_table("base", gemm_f32, store_tile, f32_words::attention_kernel);
 
 }  // namespace mixprec::cpu::base

@@ -1,33 +1,34 @@
-// Loops of norm_quantize and norm_backward over one row in fp32. Included once per instruction set,
+// Loops of norm_quantize, norm_backward and rotary over one row. Included once per instruction set,
 // after activation_loops.h.
 
-constexpr int kVecFloats = sizeof(Vec) / sizeof(float);
-
 // sums[k] = the sum of f's k-th number over i < n, in the order that math/norm.h defines. A quarter
-// of the partial sums or less is in registers at a time: f.many(i, k) of elements i, i + 1, ...;
-// f.one(i, k) is for those beyond the last multiple of kNormLanes.
+// of the partial sums or less is in registers at a time. f(at, k): of at(row), one element of a row
+// or a vector of them.
 template <int count, class F>
 inline void row_sums(int64_t n, const F& f, float* sums) {
+  auto vector = [&](int64_t i, int k) { return f([i](const float* x) { return load(x + i); }, k); };
   constexpr int vecs = 4 / count, half = kNormLanes / 2;
   alignas(64) float last[count][kNormLanes], partial[count][half];
   int64_t full = n - n % kNormLanes;
   for (int k = 0; k < count; ++k) {
     if (full == n) continue;
-    for (int64_t j = 0; full + j < n; ++j) last[k][j] = f.one(full + j, k);
+    for (int64_t j = 0; full + j < n; ++j) {
+      last[k][j] = f([i = full + j](const float* x) { return x[i]; }, k);
+    }
     for (int64_t j = n - full; j < kNormLanes; ++j) last[k][j] = 0.0f;
   }
-  for (int c = 0; c < half; c += vecs * kVecFloats) {
+  for (int c = 0; c < half; c += vecs * kLanes) {
     Vec low[count][vecs] = {}, high[count][vecs] = {};
     for (int64_t i = c; i < full; i += kNormLanes) {
 #pragma GCC unroll 8
       for (int v = 0; v < vecs * count; ++v) {
-        low[v % count][v / count] += f.many(i + v / count * kVecFloats, v % count);
-        high[v % count][v / count] += f.many(i + half + v / count * kVecFloats, v % count);
+        low[v % count][v / count] += vector(i + v / count * kLanes, v % count);
+        high[v % count][v / count] += vector(i + half + v / count * kLanes, v % count);
       }
     }
 #pragma GCC unroll 8
     for (int v = 0; v < vecs * count; ++v) {
-      int k = v % count, at = c + v / count * kVecFloats;
+      int k = v % count, at = c + v / count * kLanes;
       if (full != n) {
         low[k][v / count] += load(last[k] + at);
         high[k][v / count] += load(last[k] + half + at);
@@ -50,41 +51,12 @@ inline void prefetch_next(Dtype dtype, const void* x, int64_t n) {
   if (dtype == Dtype::f32) prefetch_row(static_cast<const float*>(x) + n, n);
 }
 
-struct Elements {
-  const float* x;
-  Vec many(int64_t i, int) const { return load(x + i); }
-  float one(int64_t i, int) const { return x[i]; }
-};
-
-struct Squares {
-  const float* x;
-  float mean;
-  Vec many(int64_t i, int) const {
-    Vec centred = load(x + i) - broadcast(mean);
-    return centred * centred;
-  }
-  float one(int64_t i, int) const { return norm_square(x[i], mean); }
-};
-
-// gw * xhat and gw.
-struct Products {
-  const float *g, *x, *weight;
-  RowStatistics row;
-  Vec many(int64_t i, int k) const {
-    Vec gw = load(g + i) * load(weight + i);
-    return k == 1 ? gw : gw * ((load(x + i) - broadcast(row.mean)) * broadcast(row.rstd));
-  }
-  float one(int64_t i, int k) const {
-    float gw = g[i] * weight[i];
-    return k == 1 ? gw : gw * norm_xhat(x[i], row.mean, row.rstd);
-  }
-};
-
 RowStatistics row_statistics(const float* x, int64_t n, float eps, bool subtract_mean) {
   float k = static_cast<float>(n), sum = 0.0f, squares;
-  if (subtract_mean) row_sums<1>(n, Elements{x}, &sum);
+  if (subtract_mean) row_sums<1>(n, [&](auto at, int) { return at(x); }, &sum);
   float mean = subtract_mean ? norm_mean(sum, k) : 0.0f;
-  row_sums<1>(n, Squares{x, mean}, &squares);
+  auto square = [&](auto at, int) { return (at(x) - mean) * (at(x) - mean); };  // norm_square
+  row_sums<1>(n, square, &squares);
   return {mean, norm_rstd(squares, k, eps)};
 }
 
@@ -107,8 +79,7 @@ __attribute__((noinline)) void add_rounded(const T* __restrict x, const T* __res
 
 void add_residual(Dtype dtype, const void* x, const void* residual, void* total, float* wide,
                   int64_t n) {
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
+  with_float(dtype, [&]<class T>(Type<T>) {
     add_rounded(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<T*>(total),
                 wide, n);
   });
@@ -144,10 +115,13 @@ void norm_backward_row(const NormGrads& a, const void* g, const void* x, const v
   int64_t n = a.n;
   prefetch_next(a.g_dtype, g, n);
   prefetch_next(a.dtype, x, n);
-  const float* of_y = in_fp32(a.g_dtype, g, 0, n, buffer);
+  const float* grad_y = in_fp32(a.g_dtype, g, 0, n, buffer);
   const float* wide = in_fp32(a.dtype, x, 0, n, buffer + n);
   float c[2] = {}, k = static_cast<float>(n);
-  Products products = {of_y, wide, a.weight, row};
+  auto products = [&](auto at, int k) {  // gw * norm_xhat and gw
+    auto gw = at(grad_y) * at(a.weight);
+    return k == 1 ? gw : gw * ((at(wide) - row.mean) * row.rstd);
+  };
   if (a.subtract_mean) {
     row_sums<2>(n, products, c);
   } else {
@@ -157,8 +131,31 @@ void norm_backward_row(const NormGrads& a, const void* g, const void* x, const v
   c[1] = a.subtract_mean ? c[1] / k : 0.0f;
   float* out = a.dtype == Dtype::f32 ? static_cast<float*>(dx) : buffer + 2 * n;
   auto loop = dbias == nullptr ? norm_dx_row<false> : norm_dx_row<true>;
-  loop(of_y, wide, a.weight, row, c, out, dweight, dbias, n);
+  loop(grad_y, wide, a.weight, row, c, out, dweight, dbias, n);
   if (g_total != nullptr) add_to(in_fp32(a.total_dtype, g_total, 0, n, buffer + 3 * n), out, n);
   if (a.dtype == Dtype::bf16) narrow(out, static_cast<Bf16*>(dx), n);
   if (a.dtype == Dtype::f16) narrow(out, static_cast<Fp16*>(dx), n);
+}
+
+// Pairs (x1, x2) are rotated to (x1 cos - x2 sin, x2 cos + x1 sin): (i, i + pairs) or, interleaved,
+// (2i, 2i + 1).
+template <bool interleaved, class T>
+void rotary_row(const T* __restrict x, const float* __restrict cos, const float* __restrict sin,
+                T* __restrict y, int64_t pairs) {
+  constexpr int step = interleaved ? 2 : 1;
+  const int64_t other = interleaved ? 1 : pairs;
+  for (int64_t i = 0; i < pairs; ++i) {
+    float x1 = decode(x[i * step]), x2 = decode(x[i * step + other]);
+    y[i * step] = Convert<T>::encode(x1 * cos[i] - x2 * sin[i]);
+    y[i * step + other] = Convert<T>::encode(x2 * cos[i] + x1 * sin[i]);
+  }
+}
+
+void rotary(Dtype dtype, bool interleaved, const void* x, const float* cos, const float* sin,
+            void* y, int64_t d) {
+  with_float(dtype, [&]<class T>(Type<T>) {
+    const T* from = static_cast<const T*>(x);
+    auto* row = interleaved ? rotary_row<true, T> : rotary_row<false, T>;
+    row(from, cos, sin, static_cast<T*>(y), d / 2);
+  });
 }

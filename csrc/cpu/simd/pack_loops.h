@@ -1,7 +1,55 @@
-// Loops of pack. Included once per instruction set.
+// Loops of pack and unpack, and Philox for many counters. Included once per instruction set.
 //
 // Each loop over a block, which stays in the L1 cache, does one thing and vectorises: random bits,
 // ranges, a byte for every code, codes of fewer bits.
+
+constexpr int kCounters = sizeof(Lanes) / 8;
+constexpr int kChains = 4;                        // a round waits for the one before it
+constexpr int64_t kAtOnce = kCounters * kChains;  // counters; a divisor of the blocks of the loops
+
+// philox_round over counters side by side: each word in the low half of 64 bits, where the product
+// takes it from; the high halves are of no meaning.
+inline void philox_round(Lanes (&c)[4], PhiloxKey k) {
+  Lanes first = product(c[0], 0xD2511F53u), second = product(c[2], 0xCD9E8D57u);
+  c[0] = (second >> 32) ^ c[1] ^ k.low;
+  c[1] = second;
+  c[2] = (first >> 32) ^ c[3] ^ k.high;
+  c[3] = first;
+}
+
+// The words of counters (first + i, third, fourth) for i < count, in order; up to the next multiple
+// of kAtOnce is written.
+__attribute__((noinline)) void random_words(int64_t first, uint32_t third, uint32_t fourth,
+                                            uint64_t seed, int64_t count,
+                                            uint64_t* __restrict out) {
+  PhiloxKey keys[kPhiloxRounds];
+  for (int round = 0; round < kPhiloxRounds; ++round) keys[round] = philox_key(seed, round);
+  constexpr Lanes low = Lanes{} + 0xFFFFFFFFu;
+  for (int64_t i = 0; i < count; i += kAtOnce, out += 2 * kAtOnce) {
+    Lanes s[kChains][4];
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) {
+      Lanes counter = kIota + static_cast<uint64_t>(first + i + c * kCounters);
+      s[c][0] = counter;
+      s[c][1] = counter >> 32;
+      s[c][2] = Lanes{} + third;
+      s[c][3] = Lanes{} + fourth;
+    }
+#pragma GCC unroll 10
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) philox_round(s[c], keys[round]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) {
+      Lanes front = (s[c][0] & low) | s[c][1] << 32;
+      Lanes back = (s[c][2] & low) | s[c][3] << 32;
+      Lanes pairs[2] = {__builtin_shuffle(front, back, kFirstPairs),
+                        __builtin_shuffle(front, back, kLastPairs)};
+      __builtin_memcpy(out + 2 * c * kCounters, pairs, sizeof pairs);
+    }
+  }
+}
 
 constexpr int64_t kPackBlock = 16 * kPackGroup;  // elements
 
@@ -32,21 +80,8 @@ inline void pack_random(const PackArrays& a, int64_t element, int64_t n, PackBuf
   }
 }
 
-template <class X>
-struct BitsOf {
-  using Signed = int16_t;
-  using Unsigned = uint16_t;
-};
-template <>
-struct BitsOf<float> {
-  using Signed = int32_t;
-  using Unsigned = uint32_t;
-};
-
-template <class X>
+template <class Signed, class Unsigned, class X>
 void limits_of(const X* __restrict x, float* lowest, float* highest) {
-  using Signed = typename BitsOf<X>::Signed;
-  using Unsigned = typename BitsOf<X>::Unsigned;
   Unsigned u;
   __builtin_memcpy(&u, x, sizeof u);
   Signed most = static_cast<Signed>(u);
@@ -141,7 +176,13 @@ void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64
   int32_t levels = (1 << a.bits) - 1;
   uint16_t limit = static_cast<uint16_t>(levels << 8);
   pack_random(a, begin, n, b);
-  for (int64_t g = 0; g < groups; ++g) limits_of(x + g * kPackGroup, b.low + g, b.high + g);
+  for (int64_t g = 0; g < groups; ++g) {
+    if constexpr (sizeof(X) == 4) {
+      limits_of<int32_t, uint32_t>(x + g * kPackGroup, b.low + g, b.high + g);
+    } else {
+      limits_of<int16_t, uint16_t>(x + g * kPackGroup, b.low + g, b.high + g);
+    }
+  }
   ranges_of(b, static_cast<float>(levels));
   for (int64_t g = 0; g < groups; ++g) {
     int64_t first = g * kPackGroup;
@@ -166,20 +207,113 @@ void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64
 }
 
 void pack(const PackArrays& a, int64_t begin, int64_t end) {
-  with_float(a.dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
+  with_float(a.dtype, [&]<class X>(Type<X>) {
     const X* x = static_cast<const X*>(a.x);
     PackBuffers buffers = {};
-    int64_t whole = end - end % kPackGroup;
-    for (int64_t i = begin; i < whole; i += kPackBlock) {
-      int64_t n = whole - i < kPackBlock ? whole - i : kPackBlock;
-      const X* next = i + 2 * kPackBlock <= whole ? x + i + kPackBlock : nullptr;
+    int64_t full = end - end % kPackGroup;
+    for (int64_t i = begin; i < full; i += kPackBlock) {
+      int64_t n = full - i < kPackBlock ? full - i : kPackBlock;
+      const X* next = i + 2 * kPackBlock <= full ? x + i + kPackBlock : nullptr;
       pack_block(a, x + i, i, n, n, next, buffers);
     }
-    if (whole < end) {
+    if (full < end) {
       X last[kPackGroup];  // filled up with what changes neither limit
-      for (int64_t i = 0; i < kPackGroup; ++i) last[i] = x[whole + i < end ? whole + i : whole];
-      pack_block<X>(a, last, whole, kPackGroup, end - whole, nullptr, buffers);
+      for (int64_t i = 0; i < kPackGroup; ++i) last[i] = x[full + i < end ? full + i : full];
+      pack_block<X>(a, last, full, kPackGroup, end - full, nullptr, buffers);
     }
+  });
+}
+
+// A byte for each of the codes in n bytes; bits: 4 or 2.
+template <int bits>
+void split_codes(const uint8_t* __restrict in, uint8_t* __restrict codes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t v = in[i];
+    if constexpr (bits == 4) {
+      uint16_t two = static_cast<uint16_t>((v | v << 4) & 0x0F0Fu);
+      __builtin_memcpy(codes + 2 * i, &two, sizeof two);
+    } else {
+      uint32_t four = (v | v << 6 | v << 12 | v << 18) & 0x03030303u;
+      __builtin_memcpy(codes + 4 * i, &four, sizeof four);
+    }
+  }
+}
+
+// far: some of the group may be beyond the largest number of Y, or NaN.
+template <bool far, class Y>
+void decode_group(const uint8_t* __restrict codes, float minimum, float step, Y* __restrict y) {
+  for (int i = 0; i < kPackGroup; ++i) {
+    float value = unpack_value(codes[i], minimum, step);
+    y[i] = Convert<Y>::encode(far ? unpack_bounded(value, kLargest<Y>) : value);
+  }
+}
+
+// Rounded to bf16, but without what Inf and NaN need.
+inline uint32_t rounded_bits(uint32_t code, float minimum, float step) {
+  uint32_t u = float_bits(unpack_value(static_cast<int32_t>(code), minimum, step));
+  return u + 0x7FFFu + ((u >> 16) & 1u);
+}
+
+template <>
+void decode_group<false, Bf16>(const uint8_t* __restrict codes, float minimum, float step,
+                               Bf16* __restrict y) {
+  typedef uint16_t CodePair __attribute__((may_alias, aligned(1)));
+  const CodePair* in = reinterpret_cast<const CodePair*>(codes);
+  Pair* out = reinterpret_cast<Pair*>(y);
+  for (int i = 0; i < kPackGroup / 2; ++i) {
+    uint32_t first = rounded_bits(in[i] & 0xFFu, minimum, step);
+    uint32_t second = rounded_bits(in[i] >> 8, minimum, step);
+    out[i] = first >> 16 | (second & 0xFFFF0000u);
+  }
+}
+
+template <int bits, class Y>
+void unpack_group(const uint8_t* in, const Bf16* range, Y* y) {
+  alignas(64) uint8_t codes[kPackGroup];
+  if constexpr (bits != 8) {
+    split_codes<bits>(in, codes, kPackGroup * bits / 8);
+    in = codes;
+  }
+  float minimum = decode(range[0]), step = decode(range[1]);
+  float top = minimum + static_cast<float>((1 << bits) - 1) * step;
+  constexpr float half = 0.5f * kLargest<Y>;
+  if (__builtin_fabsf(minimum) < half && __builtin_fabsf(top) < half) {
+    decode_group<false>(in, minimum, step, y);
+  } else {
+    decode_group<true>(in, minimum, step, y);
+  }
+}
+
+template <int bits, class Y>
+void unpack(const PackArrays& a, int64_t begin, int64_t end) {
+  constexpr int64_t bytes = kPackGroup * bits / 8;
+  // Streaming saves memory traffic, which does not limit the results of 16 bits.
+  bool streams = a.streams && sizeof(Y) == 4;
+  alignas(64) Y group[kPackGroup];
+  const uint8_t* in = a.codes + begin * bits / 8;
+  const Bf16* range = a.ranges + begin / kPackGroup * 2;
+  Y* y = static_cast<Y*>(a.y) + begin;
+  for (; begin + kPackGroup <= end; begin += kPackGroup) {
+    unpack_group<bits>(in, range, streams ? group : y);
+    for (int64_t j = 0; streams && j < kPackGroup; j += 64 / sizeof(Y)) {
+      store_line(y + j, group + j, 64, true);
+    }
+    in += bytes;
+    range += 2;
+    y += kPackGroup;
+  }
+  if (streams) end_stream();
+  if (begin < end) {
+    uint8_t last[bytes] = {};
+    __builtin_memcpy(last, in, static_cast<uint64_t>(packed_bytes(end - begin, bits)));
+    unpack_group<bits>(last, range, group);
+    __builtin_memcpy(y, group, static_cast<uint64_t>(end - begin) * sizeof(Y));
+  }
+}
+
+void unpack(const PackArrays& a, int64_t begin, int64_t end) {
+  with_float(a.dtype, [&]<class Y>(Type<Y>) {
+    auto* loop = a.bits == 8 ? unpack<8, Y> : a.bits == 4 ? unpack<4, Y> : unpack<2, Y>;
+    loop(a, begin, end);
   });
 }

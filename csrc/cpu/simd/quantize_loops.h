@@ -1,19 +1,14 @@
 // Loops of amax, quantize and dequantize. Included once per instruction set, inside its namespace.
 
-template <class T>
-uint32_t amax_bits(const T* x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t u = float_bits(decode(x[i])) & 0x7FFFFFFFu;
-    largest = u > largest ? u : largest;
-  }
-  return largest;
-}
-
 uint32_t amax(Dtype x_dtype, const void* x, int64_t n) {
-  return with_float(x_dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
-    return amax_bits(static_cast<const X*>(x), n);
+  return with_float(x_dtype, [&]<class X>(Type<X>) {
+    const X* in = static_cast<const X*>(x);
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t u = float_bits(decode(in[i])) & 0x7FFFFFFFu;
+      largest = u > largest ? u : largest;
+    }
+    return largest;
   });
 }
 
@@ -39,56 +34,43 @@ uint32_t quantize_row(const X* x, float scale, Q* q, int64_t n) {
 }
 
 uint32_t quantize(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q, int64_t n) {
-  return with_float(x_dtype, [&](auto tx) {
-    return with_low(q_dtype, [&](auto tq) {
-      using X = typename decltype(tx)::type;
-      using Q = typename decltype(tq)::type;
+  return with_float(x_dtype, [&]<class X>(Type<X>) {
+    return with_low(q_dtype, [&]<class Q>(Type<Q>) {
       return quantize_row(static_cast<const X*>(x), scale, static_cast<Q*>(q), n);
     });
   });
 }
 
-inline Bytes16 interleave_low(Bytes16 a, Bytes16 b) {
-  return __builtin_shuffle(a, b, Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-}
-inline Bytes16 interleave_high(Bytes16 a, Bytes16 b) {
-  return __builtin_shuffle(a, b,
-                           Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-}
-inline Words8 interleave_low(Words8 a, Words8 b) {
-  return __builtin_shuffle(a, b, Words8{0, 8, 1, 9, 2, 10, 3, 11});
-}
-inline Words8 interleave_high(Words8 a, Words8 b) {
-  return __builtin_shuffle(a, b, Words8{4, 12, 5, 13, 6, 14, 7, 15});
-}
-inline Uints4 interleave_low(Uints4 a, Uints4 b) {
-  return __builtin_shuffle(a, b, Uints4{0, 4, 1, 5});
-}
-inline Uints4 interleave_high(Uints4 a, Uints4 b) {
-  return __builtin_shuffle(a, b, Uints4{2, 6, 3, 7});
-}
+template <class U, class S, int... lane>
+struct VectorType {
+  using Unsigned = U;
+  using Signed = S;
+  using Lanes = Indices<lane...>;
+  static constexpr int count = sizeof...(lane);
+};
+// Of 16 bytes.
+template <int element_size>
+struct VectorOf : VectorType<Bytes16, void, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> {
+};
+template <>
+struct VectorOf<2> : VectorType<Words8, Shorts8, 0, 1, 2, 3, 4, 5, 6, 7> {};
+template <>
+struct VectorOf<4> : VectorType<Uints4, Ints4, 0, 1, 2, 3> {};
 
-template <int bytes>
-struct VectorOf;
-template <>
-struct VectorOf<1> {
-  using type = Bytes16;
-};
-template <>
-struct VectorOf<2> {
-  using type = Words8;
-};
-template <>
-struct VectorOf<4> {
-  using type = Uints4;
-};
+// The elements of the low or the high halves of a and b in turn.
+template <bool high, class V, int... lane>
+inline V interleave(V a, V b, Indices<lane...>) {
+  constexpr int n = sizeof...(lane), first = high ? n / 2 : 0;
+  return __builtin_shuffle(a, b, V{(first + lane / 2 + lane % 2 * n)...});
+}
 
 // Transposes a square of 16 bytes a row, from rows ld apart to rows ld_t apart, in rounds that
 // interleave halves.
 template <class T>
 void transpose_square(const T* in, int64_t ld, T* out, int64_t ld_t) {
-  using V = typename VectorOf<sizeof(T)>::type;
-  constexpr int side = 16 / sizeof(T);
+  using V = typename VectorOf<sizeof(T)>::Unsigned;
+  typename VectorOf<sizeof(T)>::Lanes lanes;
+  constexpr int side = VectorOf<sizeof(T)>::count;
   V a[side], b[side];
 #pragma GCC unroll 16
   for (int i = 0; i < side; ++i) __builtin_memcpy(&a[i], in + i * ld, 16);
@@ -96,8 +78,8 @@ void transpose_square(const T* in, int64_t ld, T* out, int64_t ld_t) {
   for (int round = 1; round < side; round *= 2) {
 #pragma GCC unroll 8
     for (int i = 0; i < side / 2; ++i) {
-      b[2 * i] = interleave_low(a[i], a[i + side / 2]);
-      b[2 * i + 1] = interleave_high(a[i], a[i + side / 2]);
+      b[2 * i] = interleave<false>(a[i], a[i + side / 2], lanes);
+      b[2 * i + 1] = interleave<true>(a[i], a[i + side / 2], lanes);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < side; ++i) a[i] = b[i];
@@ -183,53 +165,37 @@ void quantize_tile(const X* x, float scale, Q* q, Q* q_t, int64_t rows, int64_t 
   }
 }
 
-// At most 64 rows.
-template <class X, class Q>
-uint32_t quantize_transpose_rows(const X* x, float scale, Q* q, Q* q_t, int64_t rows, int64_t cols,
-                                 int64_t ld, int64_t ld_t) {
-  bool stream = ld * ld_t * static_cast<int64_t>(sizeof(Q)) >= kStreamed;
-  uint32_t result = 0;
-  for (int64_t c = 0; c < cols; c += kTile) {
-    uint32_t largest[kTile] = {}, most = 0;
-    int64_t n = cols - c < kTile ? cols - c : kTile;
-    if (n == kTile && rows == kTile) {
-      quantize_tile<true, true>(x + c, scale, q + c, q_t + c * ld_t, rows, n, ld, ld_t, stream,
-                                largest);
-    } else {
-      quantize_tile<false, true>(x + c, scale, q + c, q_t + c * ld_t, rows, n, ld, ld_t, stream,
-                                 largest);
-    }
-    for (uint32_t u : largest) most = u > most ? u : most;
-    if (is_nonfinite_bits(most) || is_nonfinite(scale)) {
-      quantize_tile<false, false>(x + c, scale, q + c, q_t + c * ld_t, rows, n, ld, ld_t, stream,
-                                  largest);
-    }
-    result = most > result ? most : result;
-  }
-  if (stream) end_stream();
-  return result;
-}
-
 uint32_t quantize_transpose(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
                             void* q_t, int64_t rows, int64_t cols, int64_t ld, int64_t ld_t) {
-  return with_float(x_dtype, [&](auto tx) {
-    return with_low(q_dtype, [&](auto tq) {
-      using X = typename decltype(tx)::type;
-      using Q = typename decltype(tq)::type;
-      return quantize_transpose_rows(static_cast<const X*>(x), scale, static_cast<Q*>(q),
-                                     static_cast<Q*>(q_t), rows, cols, ld, ld_t);
+  bool stream = ld * ld_t * element_size(q_dtype) >= kStreamed;
+  uint32_t result = 0;
+  with_float(x_dtype, [&]<class X>(Type<X>) {
+    with_low(q_dtype, [&]<class Q>(Type<Q>) {
+      for (int64_t c = 0; c < cols; c += kTile) {
+        uint32_t largest[kTile] = {}, most = 0;
+        int64_t n = cols - c < kTile ? cols - c : kTile;
+        auto cast = [&](auto* tile) {
+          tile(static_cast<const X*>(x) + c, scale, static_cast<Q*>(q) + c,
+               static_cast<Q*>(q_t) + c * ld_t, rows, n, ld, ld_t, stream, largest);
+        };
+        bool full = n == kTile && rows == kTile;
+        cast(full ? quantize_tile<true, true, X, Q> : quantize_tile<false, true, X, Q>);
+        for (uint32_t u : largest) most = u > most ? u : most;
+        if (is_nonfinite_bits(most) || is_nonfinite(scale)) cast(quantize_tile<false, false, X, Q>);
+        result = most > result ? most : result;
+      }
     });
   });
+  if (stream) end_stream();
+  return result;
 }
 
 // The hardware does not prefetch rows that are far apart, so a row is prefetched a few rows early
 // (4M fp32 elements, scales per row, with the transpose, one thread, streaming stores: 8.7 ms
 // without, 3.3 ms with).
-template <class X>
-void prefetch_row(const X* row, int64_t n) {
-  const char* line = reinterpret_cast<const char*>(row);
-  for (int64_t b = 0; b < n * static_cast<int64_t>(sizeof(X)); b += 64)
-    __builtin_prefetch(line + b);
+template <int is_write = 0, class X>
+inline void prefetch_row(const X* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(row + i, is_write);
 }
 
 constexpr int64_t kAhead = 8;  // rows
@@ -250,8 +216,7 @@ void amax_columns(const X* x, int64_t rows, int64_t cols, int64_t ld, uint32_t* 
 
 void amax_columns(Dtype x_dtype, const void* x, int64_t rows, int64_t cols, int64_t ld,
                   uint32_t* largest) {
-  with_float(x_dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
+  with_float(x_dtype, [&]<class X>(Type<X>) {
     auto loop = cols == kWide ? amax_columns<true, X> : amax_columns<false, X>;
     loop(static_cast<const X*>(x), rows, cols, ld, largest);
   });
@@ -279,10 +244,8 @@ void quantize_columns(const X* x, const float* __restrict scale, Q* q_t, int64_t
 
 void quantize_columns(Dtype x_dtype, Dtype q_dtype, const void* x, const float* scale, void* q_t,
                       int64_t rows, int64_t cols, int64_t ld, int64_t ld_t, bool known_finite) {
-  with_float(x_dtype, [&](auto tx) {
-    with_low(q_dtype, [&](auto tq) {
-      using X = typename decltype(tx)::type;
-      using Q = typename decltype(tq)::type;
+  with_float(x_dtype, [&]<class X>(Type<X>) {
+    with_low(q_dtype, [&]<class Q>(Type<Q>) {
       bool full = rows == kTile && cols == kWide, stream = ld * ld_t >= kStreamed;
       auto loop = !known_finite ? quantize_columns<false, false, X, Q>
                   : full        ? quantize_columns<true, true, X, Q>
@@ -294,10 +257,8 @@ void quantize_columns(Dtype x_dtype, Dtype q_dtype, const void* x, const float* 
 
 void dequantize(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
                 int64_t n) {
-  with_low(q_dtype, [&](auto tq) {
-    with_float(out_dtype, [&](auto to) {
-      using Q = typename decltype(tq)::type;
-      using O = typename decltype(to)::type;
+  with_low(q_dtype, [&]<class Q>(Type<Q>) {
+    with_float(out_dtype, [&]<class O>(Type<O>) {
       const Q* __restrict in = static_cast<const Q*>(q);
       O* __restrict result = static_cast<O*>(out);
       for (int64_t i = 0; i < n; ++i) {

@@ -1,9 +1,74 @@
-// The codes of blocks, for quantize_mx. Included once per instruction set, after
-// quantize_mx_scales.h.
+// The scales and the codes of blocks, for quantize_mx. Included once per instruction set, after
+// dequantize_mx_loops.h.
 //
 // Elements are rounded from 16 bits, those of bf16: what they are multiplied with is a power of
 // two, or the product is cut to 16 bits with a bit for the rest, which no format of at most 4 bits
 // of significand can tell apart.
+
+struct MxBuffers {
+  alignas(64) float values[kMxPiece];
+  alignas(64) uint64_t words[kMxPiece / 4];  // random bits
+  alignas(64) uint8_t codes[kMxPiece];
+  alignas(64) uint32_t largest[kMxPiece / 16];
+  float factor[kMxPiece / 16];
+  uint8_t scale[kMxPiece / 16];
+};
+
+// The largest magnitudes of blocks first, first + step, ... in turn.
+template <int block, int blocks, class X>
+typename VectorOf<sizeof(X)>::Signed largest_lanes(const X* x, int64_t first, int64_t step,
+                                                   int64_t end) {
+  using V = VectorOf<sizeof(X)>;  // whose order as signed numbers is that of magnitudes
+  using Signed = typename V::Signed;
+  if constexpr (blocks == 1) {
+    const X* in = x + (first < end ? first : end - 1) * block;
+    Signed largest = {}, v;
+    for (int i = 0; i < block; i += V::count) {
+      __builtin_memcpy(&v, in + i, sizeof v);
+      v &= (Signed)(~typename V::Unsigned{} >> 1);
+      largest = v > largest ? v : largest;
+    }
+    return largest;
+  } else {
+    using Unsigned = typename V::Unsigned;
+    auto a = (Unsigned)largest_lanes<block, blocks / 2>(x, first, 2 * step, end);
+    auto b = (Unsigned)largest_lanes<block, blocks / 2>(x, first + step, 2 * step, end);
+    typename V::Lanes lanes;
+    auto low = (Signed)interleave<false>(a, b, lanes), high = (Signed)interleave<true>(a, b, lanes);
+    return low > high ? low : high;
+  }
+}
+
+template <int block, class X>
+uint32_t largest_of(const X* x, int64_t blocks, uint32_t* __restrict largest) {
+  constexpr int count = VectorOf<sizeof(X)>::count;
+  X magnitudes[kMxPiece / 16];
+  for (int64_t b = 0; b < blocks; b += count) {
+    auto lanes = largest_lanes<block, count>(x, b, 1, blocks);
+    __builtin_memcpy(magnitudes + b, &lanes, sizeof lanes);
+  }
+  uint32_t most = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    largest[b] = float_bits(decode(magnitudes[b]));
+    most = largest[b] > most ? largest[b] : most;
+  }
+  return most;
+}
+
+inline void scales_of(const ScaleRule& rule, int64_t blocks, MxBuffers& b) {
+  auto each = [&](auto scale) {
+    for (int64_t i = 0; i < blocks; ++i) {
+      BlockScale s = scale(b.largest[i], rule);
+      b.scale[i] = s.code;
+      b.factor[i] = s.factor;
+    }
+  };
+  if (!rule.nvfp4) return each([](uint32_t amax, const ScaleRule& r) { return mx_scale(amax, r); });
+  if (rule.up) {
+    return each([](uint32_t amax, const ScaleRule& r) { return nvfp4_scale<true>(amax, r); });
+  }
+  each([](uint32_t amax, const ScaleRule& r) { return nvfp4_scale<false>(amax, r); });
+}
 
 // 16 numbers in fp32.
 template <class R, class X>
@@ -13,7 +78,7 @@ Floats16 floats_16(const X* x) {
   Floats16 values;
   if constexpr (sizeof(X) == 4) {
     __builtin_memcpy(&values, in, sizeof values);
-  } else if constexpr (kIsBf16<X>) {
+  } else if constexpr (__is_same(X, Bf16)) {
     Words16 words;
     __builtin_memcpy(&words, in, sizeof words);
     values = (Floats16)(R::widen(words) << 16);
@@ -122,43 +187,38 @@ MIXPREC_HD void encode_group(const uint16_t* __restrict words, int scale, uint8_
 // then too small for a code.
 template <int block, class X>
 bool encodes_words(uint8_t scale) {
-  return block == 32 && kIsBf16<X> && scale >= 32 && scale < 255;
+  return block == 32 && __is_same(X, Bf16) && scale >= 32 && scale < 255;
 }
 
-// The codes of groups, up to the first of the other kind; returns how many groups. Not inlined, so
-// that constants stay in registers.
-template <class R, class E>
-__attribute__((noinline)) int64_t encode_bf16(const Bf16* x, int64_t groups, const uint8_t* scale,
-                                              uint8_t* q) {
-  constexpr int64_t bytes = Element<E>::bits == 4 ? 16 : 32;
+// The codes of groups from the first one on, which are encoded as they are or as products, up to
+// one of the other kind; returns how many groups. Not inlined, so that constants stay in registers.
+template <class R, class E, int block, bool as_they_are, class X>
+__attribute__((noinline)) int64_t encode_run(const X* x, int64_t groups, const uint8_t* scale,
+                                             const float* factor, uint8_t* q) {
   int64_t g = 0;
-  for (; g < groups && encodes_words<32, Bf16>(scale[g]); ++g) {
-    encode_group<R, E>(&x[g * 32].bits, scale[g], q + g * bytes);
-  }
-  return g;
-}
-template <class R, class E, int block, class X>
-__attribute__((noinline)) int64_t encode_products(const X* x, int64_t groups, const uint8_t* scale,
-                                                  const float* factor, uint8_t* q) {
-  constexpr int64_t bytes = Element<E>::bits == 4 ? 16 : 32, blocks = kMxGroup / block;
-  int64_t g = 0;
-  for (; g < groups && !encodes_words<block, X>(scale[g]); ++g) {
-    alignas(64) uint16_t words[kMxGroup];
-    cut_group<R, block>(x + g * kMxGroup, factor + g * blocks, words);
-    encode_group<R, E>(words, 127, q + g * bytes);
+  for (; g < groups && encodes_words<block, X>(scale[g]) == as_they_are; ++g) {
+    uint8_t* codes = q + g * kGroupBytes<E>;
+    if constexpr (as_they_are) {
+      encode_group<R, E>(&x[g * kMxGroup].bits, scale[g], codes);
+    } else {
+      alignas(64) uint16_t words[kMxGroup];
+      cut_group<R, block>(x + g * kMxGroup, factor + g * (kMxGroup / block), words);
+      encode_group<R, E>(words, 127, codes);
+    }
   }
   return g;
 }
 
 template <class R, class E, int block, class X>
 void encode_groups(const X* x, int64_t groups, uint32_t most, const MxBuffers& b, uint8_t* q) {
-  constexpr int64_t bytes = Element<E>::bits == 4 ? 16 : 32, blocks = kMxGroup / block;
+  constexpr int64_t bytes = kGroupBytes<E>, blocks = kMxGroup / block;
   for (int64_t g = 0; g < groups;) {
-    if constexpr (block == 32 && kIsBf16<X>) {
-      g += encode_bf16<R, E>(x + g * kMxGroup, groups - g, b.scale + g, q + g * bytes);
-    }
-    g += encode_products<R, E, block>(x + g * kMxGroup, groups - g, b.scale + g * blocks,
-                                      b.factor + g * blocks, q + g * bytes);
+    auto run = [&](auto* encode) {
+      g += encode(x + g * kMxGroup, groups - g, b.scale + g * blocks, b.factor + g * blocks,
+                  q + g * bytes);
+    };
+    if constexpr (block == 32 && __is_same(X, Bf16)) run(encode_run<R, E, block, true, X>);
+    run(encode_run<R, E, block, false, X>);
   }
   for (int64_t i = 0; is_nonfinite_bits(most) && i < groups * blocks; ++i) {
     if (is_nonfinite_bits(b.largest[i])) {

@@ -5,6 +5,48 @@
 // dtypes thus needs only one loop per dtype and one per algorithm. fp64 params have their own
 // loops.
 
+// out[i] = f(in[i]...) for i < n
+template <class F, class Out, class... In>
+__attribute__((noinline)) void map(int64_t n, const F f, Out* __restrict out,
+                                   const In* __restrict... in) {
+  for (int64_t i = 0; i < n; ++i) out[i] = f(in[i]...);
+}
+
+// In two loops: the first works on 16 elements at a time. `codes` starts with a block.
+template <bool is_signed>
+void widen_state8(const uint8_t* codes, const float* scale, float* out, int64_t n) {
+  alignas(64) uint16_t values[kState8Block];
+  for (int64_t i = 0; i < n; i += kState8Block) {
+    int64_t count = n - i < kState8Block ? n - i : kState8Block;
+    map(count, [](uint8_t code) { return state8_value<is_signed>(code); }, values, codes + i);
+    auto scaled = [by = *scale++](uint16_t bf16) { return decode(Bf16{bf16}) * by; };
+    map(count, scaled, out + i, values);
+  }
+}
+
+__attribute__((noinline)) uint32_t largest_magnitude(const float* __restrict x, int64_t n) {
+  int32_t largest = 0;  // as an integer: NaN is larger than Inf
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t magnitude = static_cast<int32_t>(float_bits(x[i]) & 0x7FFFFFFFu);
+    largest = largest > magnitude ? largest : magnitude;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+// offset: of the first block; those of the others are 2 apart.
+template <bool is_signed>
+void narrow_state8(const float* x, const uint16_t* bits, const uint16_t* offset, uint8_t* codes,
+                   float* scale, int64_t n) {
+  for (int64_t i = 0; i < n; i += kState8Block, ++scale, offset += 2) {
+    int64_t count = n - i < kState8Block ? n - i : kState8Block;
+    *scale = state8_scale(largest_magnitude(x + i, count));
+    auto encode = [block = *offset, inverse = state8_inverse(*scale)](float x, uint16_t bits) {
+      return encode_state8<is_signed>(x, inverse, block_random(bits, block));
+    };
+    map(count, encode, codes + i, x + i, bits);
+  }
+}
+
 constexpr int64_t kBlock = 512;  // a multiple of 8, the elements of one Philox call, and of 256
 constexpr int64_t kDrawn = 64;   // blocks of 256, whose random bits are drawn together
 
@@ -13,38 +55,23 @@ struct Buffers {
   alignas(64) uint64_t words[kBlock / 4];
   alignas(64) uint16_t bits[kBlock];
   // See draw_blocks. Of the param, and of both states.
-  alignas(64) uint16_t in_block[3][kState8Block], of_block[2 * kDrawn];
+  alignas(64) uint16_t in_block[3][kState8Block], block_bits[2 * kDrawn];
 };
 
 template <class T>
-__attribute__((noinline)) void widen(const T* __restrict x, float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = decode(x[i]);
+inline void widen(const T* x, float* out, int64_t n) {
+  map(n, [](T value) { return decode(value); }, out, x);
 }
 
 template <class T>
-__attribute__((noinline)) void narrow(const float* __restrict x, T* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = Convert<T>::encode(x[i]);
-}
-
-// 16 random bits of each element.
-void random_bits(const RandomStream& stream, int64_t element, int64_t n, Buffers& b) {
-  // The low half of a word comes first, as in memory.
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && kBlock / 8 % kAtOnce == 0);
-  random_words(element / 8, stream.step, stream.index_and_stream, stream.seed, (n + 7) / 8,
-               b.words);
-  __builtin_memcpy(b.bits, b.words, sizeof b.bits);
-}
-
-__attribute__((noinline)) void narrow_stochastic(const float* __restrict x,
-                                                 const uint16_t* __restrict bits,
-                                                 Bf16* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = stochastic_bf16(x[i], bits[i]);
+inline void narrow(const float* x, T* out, int64_t n) {
+  map(n, [](float value) { return Convert<T>::encode(value); }, out, x);
 }
 
 template <class T>
-__attribute__((noinline)) void join(const Bf16* __restrict param, const T* __restrict remainder,
-                                    float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = join_master(param[i], remainder_16(remainder[i]));
+inline void join(const Bf16* param, const T* remainder, float* out, int64_t n) {
+  auto joined = [](Bf16 high, T low) { return join_master(high, remainder_16(low)); };
+  map(n, joined, out, param, remainder);
 }
 
 __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict param,
@@ -59,10 +86,10 @@ __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict
 // n <= kState8Block elements of one block.
 __attribute__((noinline)) void split_stochastic(const float* __restrict x,
                                                 const uint16_t* __restrict in_block,
-                                                uint16_t of_block, Bf16* __restrict param,
+                                                uint16_t block_bits, Bf16* __restrict param,
                                                 int8_t* __restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    SplitMaster both = split_master(stochastic_24(x[i], block_random(in_block[i], of_block)));
+    SplitMaster both = split_master(stochastic_24(x[i], block_random(in_block[i], block_bits)));
     param[i] = both.param;
     remainder[i] = static_cast<int8_t>(both.remainder >> 8);
   }
@@ -73,67 +100,65 @@ T* element(void* base, int64_t i) {
   return static_cast<T*>(base) + i;
 }
 
-// The fp32 values of `data` from `begin` on: in place, or widened into `buffer`.
-inline float* read(Dtype dtype, void* data, int64_t begin, int64_t n, float* buffer) {
-  if (dtype == Dtype::f32) return element<float>(data, begin);
-  if (dtype == Dtype::bf16) {
-    widen(element<Bf16>(data, begin), buffer, n);
-  } else {
-    widen(element<Fp16>(data, begin), buffer, n);
-  }
+// n values of `data` from `begin` on, in fp32: in place, or widened into `buffer`.
+inline float* in_fp32(Dtype dtype, const void* data, int64_t begin, int64_t n, float* buffer) {
+  void* values = const_cast<void*>(data);  // written only where they are in place
+  if (dtype == Dtype::f32) return element<float>(values, begin);
+  with_float(dtype, [&]<class T>(Type<T>) { widen(element<T>(values, begin), buffer, n); });
   return buffer;
 }
 
 inline float* read_param(const StepArrays& a, int64_t begin, int64_t n, float* buffer) {
-  switch (a.master_kind) {
-    case Master::real:
+  switch (a.master_dtype) {
+    case Dtype::f32:
       return element<float>(a.master, begin);
-    case Master::remainder_16:
+    case Dtype::i16:
       join(element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), buffer, n);
       return buffer;
-    case Master::remainder_8:
+    case Dtype::i8:
       join(element<Bf16>(a.param, begin), element<int8_t>(a.master, begin), buffer, n);
       return buffer;
     default:
-      return read(a.param_dtype, a.param, begin, n, buffer);
+      return in_fp32(a.param_dtype, a.param, begin, n, buffer);
   }
 }
 
-// b.bits: 16 for each element, of the stream of an array of the param.
+// b.bits: 16 random bits for each element, of the stream of an array of the param.
 inline void draw(const StepArrays& a, Stream stream, int64_t begin, int64_t n, Buffers& b) {
-  random_bits(random_stream(a.seed, a.step, a.index, stream), begin, n, b);
+  // The low half of a word comes first, as in memory.
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && kBlock / 8 % kAtOnce == 0);
+  RandomStream s = random_stream(a.seed, a.step, a.index, stream);
+  random_words(begin / 8, s.step, s.index_and_stream, s.seed, (n + 7) / 8, b.words);
+  __builtin_memcpy(b.bits, b.words, sizeof b.bits);
 }
 
 inline void write_stochastic(const StepArrays& a, Stream stream, const float* x, void* out,
                              int64_t begin, int64_t n, Buffers& b) {
   draw(a, stream, begin, n, b);
-  narrow_stochastic(x, b.bits, element<Bf16>(out, begin), n);
+  auto rounded = [](float value, uint16_t bits) { return stochastic_bf16(value, bits); };
+  map(n, rounded, element<Bf16>(out, begin), x, b.bits);
 }
 
 inline void write_param(const StepArrays& a, const float* p, int64_t begin, int64_t n, Buffers& b) {
-  if (a.master_kind == Master::remainder_16) {
+  if (a.master_dtype == Dtype::i16) {
     split(p, element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), n);
-  } else if (a.master_kind == Master::remainder_8) {
+  } else if (a.master_dtype == Dtype::i8) {
     for (int64_t i = 0; i < n; i += kState8Block) {
       int64_t at = begin + i, left = n - i < kState8Block ? n - i : kState8Block;
       split_stochastic(p + i, b.in_block[kParamStream],
-                       b.of_block[2 * (at / kState8Block % kDrawn)], element<Bf16>(a.param, at),
+                       b.block_bits[2 * (at / kState8Block % kDrawn)], element<Bf16>(a.param, at),
                        element<int8_t>(a.master, at), left);
     }
   } else if (a.stochastic) {
     write_stochastic(a, kParamStream, p, a.param, begin, n, b);
-  } else if (a.param_dtype == Dtype::bf16) {
-    narrow(p, element<Bf16>(a.param, begin), n);
-  } else if (a.param_dtype == Dtype::f16) {
-    narrow(p, element<Fp16>(a.param, begin), n);
-  } else if (a.master_kind == Master::real) {
-    narrow(p, element<float>(a.param, begin), n);
+  } else if (a.param_dtype != Dtype::f32 || a.master_dtype == Dtype::f32) {
+    with_float(a.param_dtype, [&]<class T>(Type<T>) { narrow(p, element<T>(a.param, begin), n); });
   }  // else p is the param itself
 }
 
-// State s from `begin` on, as read() returns it.
+// State s from `begin` on, as in_fp32 returns it.
 inline float* read_state(const StepArrays& a, int s, int64_t begin, int64_t n, float* buffer) {
-  if (a.state_dtype[s] != Dtype::u8) return read(a.state_dtype[s], a.state[s], begin, n, buffer);
+  if (a.state_dtype[s] != Dtype::u8) return in_fp32(a.state_dtype[s], a.state[s], begin, n, buffer);
   const float* scale = a.scale[s] + begin / kState8Block;
   auto* widen = s == 0 ? widen_state8<true> : widen_state8<false>;
   widen(element<uint8_t>(a.state[s], begin), scale, buffer, n);
@@ -149,7 +174,7 @@ inline void draw_blocks(const StepArrays& a, int64_t begin, Buffers& b) {
   keep(kParamStream, 0, b.in_block[kParamStream], kState8Block);
   keep(kFirstStateStream, 0, b.in_block[kFirstStateStream], kState8Block);
   keep(kSecondStateStream, 0, b.in_block[kSecondStateStream], kState8Block);
-  keep(kBlockStream, 2 * (begin / kState8Block), b.of_block, 2 * kDrawn);
+  keep(kBlockStream, 2 * (begin / kState8Block), b.block_bits, 2 * kDrawn);
 }
 
 inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t begin, int64_t n,
@@ -162,7 +187,7 @@ inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t 
     } else if (a.state_dtype[s] == Dtype::u8) {
       int64_t block = begin / kState8Block;
       auto* narrow = s == 0 ? narrow_state8<true> : narrow_state8<false>;
-      narrow(state[s], b.in_block[kFirstStateStream + s], b.of_block + 2 * (block % kDrawn) + s,
+      narrow(state[s], b.in_block[kFirstStateStream + s], b.block_bits + 2 * (block % kDrawn) + s,
              element<uint8_t>(a.state[s], begin), a.scale[s] + block, n);
     }
   }
@@ -172,13 +197,13 @@ inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t 
 template <class Update>
 inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   Buffers b;
-  bool blocks = a.state_dtype[0] == Dtype::u8 || a.state_dtype[1] == Dtype::u8 ||
-                a.master_kind == Master::remainder_8;
+  bool blocks =
+      a.state_dtype[0] == Dtype::u8 || a.state_dtype[1] == Dtype::u8 || a.master_dtype == Dtype::i8;
   for (int64_t first = begin; begin < end; begin += kBlock) {
     int64_t n = end - begin < kBlock ? end - begin : kBlock;
     if (blocks && (begin - first) % (kDrawn * kState8Block) == 0) draw_blocks(a, begin, b);
     float* p = read_param(a, begin, n, b.param);
-    const float* grad = read(a.grad_dtype, const_cast<void*>(a.grad), begin, n, b.grad);
+    const float* grad = in_fp32(a.grad_dtype, a.grad, begin, n, b.grad);
     float* state[2] = {};
     for (int s = 0; s < 2; ++s) {
       if (a.state[s]) state[s] = read_state(a, s, begin, n, b.state[s]);
@@ -194,7 +219,7 @@ template <class Update>
 inline void for_f64(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   int64_t n = end - begin;
   double* param = element<double>(a.param, begin);
-  double* p = a.master_kind == Master::none ? param : element<double>(a.master, begin);
+  double* p = a.master_dtype == Dtype::none ? param : element<double>(a.master, begin);
   double* state[2] = {};
   for (int s = 0; s < 2; ++s) {
     if (a.state[s]) state[s] = element<double>(a.state[s], begin);

@@ -34,11 +34,11 @@ struct ShortTile {
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) {
         Vec c = sum[first + i][j];
-        Ints found = (Ints)code[first + i][j];
-        special[first + i][j] |= (Words)(found > kTwoBiases + 30);
+        Ints largest = (Ints)code[first + i][j];
+        special[first + i][j] |= (Words)(largest > kTwoBiases + 30);
         // As FP32 bits. Where all products are 0 it is above e(c) or not, but at most -29: every
         // sum is a multiple of the unit of -28, the smallest exponent of a product.
-        Ints top = (found + (127 - kTwoBiases)) << 23;
+        Ints top = (largest + (127 - kTwoBiases)) << 23;
         top = max_of(top, (Ints)c & 0x7F800000);
         Vec start = (Vec)(top + (10 << 23));                // 2^23 * 2^(top - 13)
         plus[i][j] = start + (Vec)max_of((Ints)c, Ints{});  // max(c, 0)
@@ -51,15 +51,15 @@ struct ShortTile {
         Vec x = broadcast(a[first + i]);
         int32_t place;
         __builtin_memcpy(&place, a + block * kRows + first + i, sizeof place);
-        const float *of_plus = b + place, *of_minus = b + block * kWidth - place;
+        const float *b_plus = b + place, *b_minus = b + block * kWidth - place;
 #if defined(__x86_64__)
         // Pointers without an index: an operand with one takes a micro-operation more.
-        asm("" : "+r"(of_plus), "+r"(of_minus));
+        asm("" : "+r"(b_plus), "+r"(b_minus));
 #endif
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) {
-          plus[i][j] = fma(x, load(of_plus + j * kFloats), plus[i][j]);
-          minus[i][j] = fma(x, load(of_minus + j * kFloats), minus[i][j]);
+          plus[i][j] = fma(x, load(b_plus + j * kLanes), plus[i][j]);
+          minus[i][j] = fma(x, load(b_minus + j * kLanes), minus[i][j]);
         }
       }
     }
@@ -73,7 +73,7 @@ struct ShortTile {
     }
   }
 
-  void of_block(const TensorCore& core, int64_t block, const uint32_t* a, const uint32_t* b) {
+  void add_block(const TensorCore& core, int64_t block, const uint32_t* a, const uint32_t* b) {
     for (int64_t at = 0; at < block; at += core.terms) {
       int64_t terms = block - at < core.terms ? block - at : core.terms;
       find_largest<uint8_t>((terms + 3) / 4, a + (2 * block + at / 4) * kRows,
@@ -90,16 +90,12 @@ struct ShortTile {
                        const uint32_t* a, const uint32_t* b, float c) {
     float x[kPanelBlock], y[kPanelBlock];
     for (int64_t k = 0; k < block; ++k) {
-      const uint32_t *of_a = a + k * kRows, *of_b = b + k * kWidth;
-      uint32_t minus = of_b[block * kWidth];
-      x[k] = bits_float(of_a[0] | (of_a[block * kRows] != 0 ? 0x80000000u : 0));
-      y[k] = bits_float(minus != 0 ? minus | 0x80000000u : of_b[0]);
+      const uint32_t *a_k = a + k * kRows, *b_k = b + k * kWidth;
+      uint32_t minus = b_k[block * kWidth];
+      x[k] = bits_float(a_k[0] | (a_k[block * kRows] != 0 ? 0x80000000u : 0));
+      y[k] = bits_float(minus != 0 ? minus | 0x80000000u : b_k[0]);
     }
-    for (int64_t at = 0; at < block; at += core.terms) {
-      int terms = static_cast<int>(block - at < core.terms ? block - at : core.terms);
-      c = tensor_core_step(core, x + at, 1, least_a, y + at, 1, least_b, terms, c);
-    }
-    return c;
+    return chain(core, least_a, least_b, block, x, 1, y, 1, c);
   }
 };
 

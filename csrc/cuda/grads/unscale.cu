@@ -1,5 +1,5 @@
 // unscale_ and grad_stats_ on CUDA tensors.
-#include "arguments/grads.h"
+#include "arguments/step.h"
 #include "cuda/common/on_device.h"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"

@@ -1,6 +1,6 @@
 // lion_ on CUDA tensors.
 #include "cuda/optim/step_launch.h"
-#include "math/lion.h"
+#include "math/step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
   m.impl("lion_", TORCH_BOX(&mixprec::cuda::update_<mixprec::Lion>));

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "arguments/update_lists.h"
+#include "arguments/step.h"
 #include "cuda/common/on_device.h"
 #include "cuda/optim/step.cuh"
 

@@ -1,7 +1,7 @@
 // pack and unpack on CUDA tensors.
 #include <tuple>
 
-#include "arguments/pack.h"
+#include "arguments/casts.h"
 #include "cuda/common/on_device.h"
 #include "cuda/pack/pack.cuh"
 

@@ -1,5 +1,5 @@
 // quantize_mx and dequantize_mx on CUDA tensors.
-#include "arguments/block_formats.h"
+#include "arguments/casts.h"
 #include "cuda/common/on_device.h"
 #include "cuda/quantize_mx/dequantize_mx.cuh"
 #include "cuda/quantize_mx/quantize_mx_array.cuh"

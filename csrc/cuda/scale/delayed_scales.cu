@@ -1,5 +1,5 @@
 // update_delayed_scales_ on CUDA tensors.
-#include "arguments/scales.h"
+#include "arguments/step.h"
 #include "cuda/common/on_device.h"
 #include "cuda/scale/delayed_scales.cuh"
 

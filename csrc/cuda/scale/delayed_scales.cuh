@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "math/delayed_scales.h"
+#include "math/scale.h"
 
 namespace mixprec::cuda {
 

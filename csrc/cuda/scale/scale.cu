@@ -1,5 +1,5 @@
 // scale_from_amax_, inv_scale, clip_coef and update_scale_ on CUDA tensors.
-#include "arguments/scales.h"
+#include "arguments/step.h"
 #include "cuda/common/on_device.h"
 #include "cuda/scale/scale.cuh"
 

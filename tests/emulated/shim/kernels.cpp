@@ -17,10 +17,7 @@
 #include "cuda/quantize_mx/dequantize_mx.cuh"
 #include "cuda/quantize_mx/quantize_mx_array.cuh"
 #include "cuda/scale/scale.cuh"
-#include "math/adamw.h"
-#include "math/lion.h"
-#include "math/muon_direction.h"
-#include "math/sgd.h"
+#include "math/step.h"
 
 using namespace mixprec;
 using namespace mixprec::cuda;

@@ -1,8 +1,49 @@
-// Loops of attention. Included once per instruction set and kind of word, after definitions of Vec,
-// kPair (numbers in a word), kRows x (kVecs vectors) (the micro-kernel's tile of c) and
-// multiply_add(acc, word of a, words of b); before attention_softmax_f32.h or _bf16.h.
+// Loops of products whose words hold kPair numbers: the micro-kernel of gemm, and attention, with
+// its softmax of words of one fp32 number. Included once per instruction set and kind of word,
+// after definitions of Vec, kPair, multiply_add(acc, word of a, words of b) and
+// store_numbers(words, vectors, how many).
 
-constexpr int kLanes = sizeof(Vec) / sizeof(float);
+constexpr int kRows = kAttentionRows, kVecs = 2;  // of attention's micro-kernel
+
+// acc += words of `mr` rows of a times words of nv vectors of b, ldb apart. The rows of a word of a
+// are adjacent, words lda apart; or the other way round.
+template <bool adjacent, bool prefetches, int mr, int nv>
+__attribute__((always_inline)) inline void add_words(Vec (&acc)[mr][nv], int64_t words,
+                                                     const uint32_t* a, int64_t lda,
+                                                     const uint32_t* b, int64_t ldb) {
+  for (int64_t w = 0; w < words; ++w, a += adjacent ? lda : 1, b += ldb) {
+    if constexpr (prefetches) prefetch<mr, nv>(a, b);
+    Vec row[nv];
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) row[j] = load(reinterpret_cast<const float*>(b) + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; ++i) {
+      Vec x = broadcast(bits_float(a[adjacent ? i : i * lda]));
+#pragma GCC unroll 4
+      for (int j = 0; j < nv; ++j) acc[i][j] = multiply_add(acc[i][j], x, row[j]);
+    }
+  }
+}
+
+// c = or += a panel of a times one of b.
+template <int mr, int nv>
+void panel_micro(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+                 bool accumulate) {
+  Vec acc[mr][nv];
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) {
+      acc[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : Vec{};
+    }
+  }
+  add_words<true, true>(acc, words, a, mr, b, nv * kLanes);
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) store(c + i * ldc + j * kLanes, acc[i][j]);
+  }
+}
 
 // c = acc * alpha, or c * factor[row] + acc * alpha.
 template <bool adds, int vecs>
@@ -21,22 +62,10 @@ inline void finish(const Vec (&acc)[kRows][vecs], float alpha, const float* fact
 }
 
 template <bool transposed, int vecs>
-void micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_t last) {
+void tile_micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_t last) {
   Vec acc[kRows][vecs] = {};
-  const int64_t lda = p.lda, ldb = p.ldb;
-  const uint32_t* a = transposed ? p.a + first * lda + row : p.a + row * lda + first;
-  const uint32_t* b = p.b + first * ldb + col;
-  for (int64_t w = first; w < last; ++w, a += transposed ? lda : 1, b += ldb) {
-    Vec words[vecs];
-#pragma GCC unroll 4
-    for (int j = 0; j < vecs; ++j) words[j] = load(reinterpret_cast<const float*>(b) + j * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      Vec x = broadcast(bits_float(a[transposed ? i : i * lda]));
-#pragma GCC unroll 4
-      for (int j = 0; j < vecs; ++j) acc[i][j] = multiply_add(acc[i][j], x, words[j]);
-    }
-  }
+  const uint32_t* a = transposed ? p.a + first * p.lda + row : p.a + row * p.lda + first;
+  add_words<transposed, false>(acc, last - first, a, p.lda, p.b + first * p.ldb + col, p.ldb);
   float* c = p.c + row * p.ldc + col;
   if (p.factor == nullptr) {
     finish<false>(acc, p.alpha, nullptr, c, p.ldc);
@@ -56,9 +85,9 @@ void product_of(const TileProduct& p) {
       }
       if (p.seen == Seen::from && row > p.shift) first = (row - p.shift) / kPair;
       if (p.cols - col > kLanes) {
-        micro<transposed, kVecs>(p, row, col, first, last);
+        tile_micro<transposed, kVecs>(p, row, col, first, last);
       } else {
-        micro<transposed, 1>(p, row, col, first, last);
+        tile_micro<transposed, 1>(p, row, col, first, last);
       }
     }
   }
@@ -86,11 +115,6 @@ inline void with_operand(Dtype dtype, F&& f) {
 }
 
 // Rows of a head lie apart in memory, too short for the processor to foresee the next one.
-template <int is_write, class T>
-inline void prefetch_row(const T* row, int64_t d) {
-  for (int64_t i = 0; i < d; i += 64 / sizeof(T)) __builtin_prefetch(row + i, is_write);
-}
-
 constexpr int64_t kHeadRowsAhead = 4;
 
 void zero_words(uint32_t* out, int64_t first, int64_t last) {
@@ -99,19 +123,18 @@ void zero_words(uint32_t* out, int64_t first, int64_t last) {
 
 void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d, uint32_t* out,
           int64_t ld, int64_t padded) {
-  int64_t whole = d / kPair, width = ((d + kPair - 1) / kPair + 15) / 16 * 16;
-  with_operand(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
+  int64_t full = d / kPair, width = ((d + kPair - 1) / kPair + 15) / 16 * 16;
+  with_operand(dtype, [&]<class T>(Type<T>) {
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict x = static_cast<const T*>(src) + r * stride;
-      prefetch_row<0>(x + kHeadRowsAhead * stride, d);
+      prefetch_row(x + kHeadRowsAhead * stride, d);
       uint32_t* __restrict words = out + r * ld;
       if constexpr (kPair == 2) {
-        __builtin_memcpy(words, x, whole * sizeof *words);
+        __builtin_memcpy(words, x, full * sizeof *words);
       } else {
         for (int64_t i = 0; i < d; ++i) words[i] = float_bits(decode(x[i]));
       }
-      if (d % kPair != 0) words[whole] = word_of(x[d - 1], T{});
+      if (d % kPair != 0) words[full] = word_of(x[d - 1], T{});
       zero_words(words, (d + kPair - 1) / kPair, width);
     }
   });
@@ -120,14 +143,13 @@ void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
 
 void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
                   uint32_t* out, int64_t ld, int64_t padded) {
-  int64_t whole = rows / kPair, width = (d + 15) / 16 * 16;
-  with_operand(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
+  int64_t full = rows / kPair, width = (d + 15) / 16 * 16;
+  with_operand(dtype, [&]<class T>(Type<T>) {
     for (int64_t w = 0; w < (rows + kPair - 1) / kPair; ++w) {
       const T* __restrict x = static_cast<const T*>(src) + w * kPair * stride;
-      prefetch_row<0>(x + kHeadRowsAhead * stride, d);
+      prefetch_row(x + kHeadRowsAhead * stride, d);
       uint32_t* __restrict words = out + w * ld;
-      if (w < whole) {
+      if (w < full) {
         for (int64_t i = 0; i < d; ++i) words[i] = word_of(x[i], x[i + (kPair - 1) * stride]);
       } else {
         for (int64_t i = 0; i < d; ++i) words[i] = word_of(x[i], T{});
@@ -141,9 +163,9 @@ void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, in
 }
 
 void transpose(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out) {
-  for (int64_t w = 0; w < words; w += kWords) {  // `in` is padded to a multiple of 16 words
-    for (int64_t r = 0; r < kTileSide; r += kWords) {
-      transpose_block<kWords>(in + r * ld + w, ld, out + w * kTileLd + r, kTileLd);
+  for (int64_t w = 0; w < words; w += kLanes) {  // `in` is padded to a multiple of 16 words
+    for (int64_t r = 0; r < kTileSide; r += kLanes) {
+      transpose_block<kLanes>(in + r * ld + w, ld, out + w * kTileLd + r, kTileLd);
     }
   }
 }
@@ -160,18 +182,6 @@ inline float reduce(Vec v, const F& f) {
   return lanes[0];
 }
 
-// The larger of two; not a NaN, which the weights will hold.
-inline float largest(const float* x, int64_t n, float least) {  // n: a multiple of 16
-  Vec best = broadcast(least);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Vec v = load(x + i);
-    best = v > best ? v : best;
-  }
-  return reduce(best, [](float a, float b) { return a > b ? a : b; });
-}
-
-typedef int32_t Whole __attribute__((vector_size(sizeof(Vec))));
-
 // x <- e^x: exp_fp32 with fused multiply-adds, and 0 where the result is subnormal. Several vectors
 // side by side, because each is a long chain of operations.
 template <int count>
@@ -180,7 +190,7 @@ inline void exponentials(Vec (&x)[count]) {
   const Vec least = broadcast(-87.0f), most = broadcast(89.0f),
             to_integer = broadcast(E::to_integer);
   Vec t[count], n[count], q[count];
-  Whole power[count];
+  Ints power[count];
   auto each = [](const auto& f) {
 #pragma GCC unroll 4
     for (int i = 0; i < count; ++i) f(i);
@@ -188,7 +198,7 @@ inline void exponentials(Vec (&x)[count]) {
   each([&](int i) { t[i] = most < x[i] ? most : x[i]; });  // NaN compares false
   each([&](int i) { t[i] = least > t[i] ? least : t[i]; });
   each([&](int i) { n[i] = fma(t[i], broadcast(E::log2_e), to_integer); });
-  each([&](int i) { power[i] = ((Whole)n[i] + 127) << 23; });  // of the integer in the low bits
+  each([&](int i) { power[i] = ((Ints)n[i] + 127) << 23; });  // of the integer in the low bits
   each([&](int i) { n[i] = n[i] - to_integer; });
   each([&](int i) { t[i] = fma(n[i], broadcast(-E::ln2_high), t[i]); });
   each([&](int i) { t[i] = fma(n[i], broadcast(-E::ln2_low), t[i]); });
@@ -224,14 +234,13 @@ inline void store_remainder(const float* __restrict x, float factor, const T* __
 
 void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
                 int64_t d, void* out, int64_t stride, Bf16* remainder) {
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
+  with_float(dtype, [&]<class T>(Type<T>) {
     for (int64_t r = 0; r < rows; ++r) {
       const float* __restrict from = x + r * ld;
       T* __restrict to = static_cast<T*>(out) + r * stride;
       prefetch_row<1>(to + kHeadRowsAhead * stride, d);
       const float by = factor == nullptr ? 1.0f : factor[r];
-      for (int64_t i = 0; i < d; ++i) to[i] = Convert<T>::encode(from[i] * by);
+      scale_row(from, by, to, d);
       if (remainder != nullptr) store_remainder(from, by, to, remainder + r * stride, d);
     }
   });
@@ -246,7 +255,7 @@ inline void subtrahends(const TileShape& tile, float* scores, float* maximum, fl
     float* row = scores + r * kTileLd;
     int64_t seen = tile.seen(r), padded = (seen + 31) / 32 * 32;
     for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
-    shift[r] = largest(row, padded, maximum[r]);
+    shift[r] = largest_of(row, padded, maximum[r]);
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     float most = shift[r];
@@ -259,4 +268,63 @@ inline void subtrahends(const TileShape& tile, float* scores, float* maximum, fl
 
 inline float total_of(Vec v) {
   return reduce(v, [](float a, float b) { return a + b; });
+}
+
+constexpr int kSide = 32 / kLanes < 4 ? 32 / kLanes : 4;  // vectors at a time
+
+// kPair rows at a time, kSide vectors of each.
+void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
+             uint32_t* weights) {
+  float shift[kTileSide + 1];
+  shift[tile.rows] = 0.0f;
+  subtrahends(tile, scores, maximum, factor, shift);
+  for (int64_t r = 0; r < tile.rows; r += kPair) {
+    // Of all of these rows: where the second sees one more, the first sees an odd number.
+    int64_t padded = (tile.seen(r) + 31) / 32 * 32;
+    Vec totals[kPair] = {};
+    for (int64_t i = 0; i < padded; i += kSide * kLanes) {
+      Vec x[kPair * kSide];
+#pragma GCC unroll 4
+      for (int j = 0; j < kPair * kSide; ++j) {
+        int64_t row = r + j / kSide;
+        x[j] = load(scores + row * kTileLd + i + j % kSide * kLanes) - broadcast(shift[row]);
+      }
+      exponentials(x);
+#pragma GCC unroll 4
+      for (int j = 0; j < kPair * kSide; ++j) totals[j / kSide] = totals[j / kSide] + x[j];
+#pragma GCC unroll 2
+      for (int j = 0; j < kPair; ++j) {
+        store_numbers(weights + (r + j) * kTileLd + i / kPair, x + j * kSide, kSide);
+      }
+    }
+    for (int64_t j = 0; j < kPair; ++j) {
+      zero_words(weights + (r + j) * kTileLd, padded / kPair, kTileSide / kPair);
+      if (r + j < tile.rows) sum[r + j] = sum[r + j] * factor[r + j] + total_of(totals[j]);
+    }
+  }
+}
+
+// For words of one number.
+inline void softmax_backward(const TileShape& tile, float* scores, float* weight_grads,
+                             const float* logsumexp, const float* shared, float scale, float*,
+                             uint32_t*, uint32_t*, uint32_t*) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float *weight = scores + r * kTileLd, *grad = weight_grads + r * kTileLd;
+    int64_t seen = tile.seen(r);
+    const Vec lse = broadcast(logsumexp[r]), shared_row = broadcast(shared[r]),
+              by = broadcast(scale);
+    for (int64_t i = 0; i < seen; i += kSide * kLanes) {
+      Vec x[kSide];
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) x[j] = load(weight + i + j * kLanes) - lse;
+      exponentials(x);
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) {
+        int64_t at = i + j * kLanes;
+        store(weight + at, x[j]);
+        store(grad + at, x[j] * (load(grad + at) - shared_row) * by);
+      }
+    }
+    for (int64_t i = seen; i < kTileSide; ++i) weight[i] = grad[i] = 0.0f;
+  }
 }

@@ -1,8 +1,10 @@
-// quantize with a scale per row or block: computes the amax of a block, then casts it while it is
-// in the cache.
+// quantize, for ops that cast what they compute: with a scale per row or block, the amax of a
+// block, then its cast while it is in the cache; and from rows that a function computes in fp32, a
+// band of them at a time.
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <string>
 
 #include "arguments/casts.h"
@@ -31,7 +33,7 @@ inline Blocks blocks_of(const std::string& granularity) {
 
 inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols,
                         ScalarType dtype = ScalarType::Float) {
-  int64_t down = (rows + b.rows - 1) / b.rows, across = b.cols ? (cols + b.cols - 1) / b.cols : 1;
+  int64_t down = ceil_div(rows, b.rows), across = b.cols ? ceil_div(cols, b.cols) : 1;
   return empty({down, across}, dtype);
 }
 
@@ -52,5 +54,13 @@ inline void raise_to(std::atomic<uint32_t>& largest, uint32_t value) {
 // or blocks: q_t [cols, rows] with scale_inv_t. Returns the amax of x as bits.
 uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q, float* scale_inv,
                             void* q_t, float* scale_inv_t);
+
+// out[i] = the values of rows [first, first + rows) of the i-th tensor. `again`: they have been
+// computed before.
+using Produce = std::function<void(int64_t first, int64_t rows, float* const* out, bool again)>;
+
+// The casts of `count` tensors of x's shape, one or two; the second has a scale of its own amax.
+std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& cast, int64_t count,
+                                 const Produce& produce);
 
 }  // namespace mixprec::cpu
