@@ -77,5 +77,5 @@ dequantize_mx_op = Op(
     reference=dequantize_mx_reference,
     fake=_fake,
     check=_check,
-    triton="dequantize_mx",
+    triton="dequantize",
 )
