@@ -1,4 +1,4 @@
-"""mixprec.triton_kernels: the memory-bound ops as Triton kernels, one file per op.
+"""mixprec.triton_kernels: the ops as Triton kernels; in a file one op, or some that share kernels.
 
 The GPU path of an installation without nvcc. The source is in triton_kernels/ and is installed
 under mixprec, because other projects install a package of that name.

@@ -14,13 +14,6 @@ BLOCK = 4096  # elements per program: each of its 128 threads has 4 to 8 16-byte
 
 
 @triton.jit
-def _block(source, amax_ptrs, offsets, n, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):
-    ys = values(source, None, offsets, None, n, FULL, SOFT_CAST)
-    for i in tl.static_range(source.blocks):
-        tl.atomic_max(amax_ptrs[i], tl.max(magnitude_bits(ys[i]), axis=0), sem="relaxed")
-
-
-@triton.jit
 def amax_kernel(
     source,
     amax_ptrs,  # of each result int32 bits, initially 0; a maximum does not depend on order
@@ -34,10 +27,12 @@ def amax_kernel(
             return
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= n:
-        _block(source, amax_ptrs, offsets, n, SOFT_CAST, True)
-    else:
-        _block(source, amax_ptrs, offsets, n, SOFT_CAST, False)
+    full = start + BLOCK <= n
+    for FULL in tl.static_range(2):
+        if full == FULL:
+            ys = values(source, None, offsets, None, n, FULL, SOFT_CAST)
+            for i in tl.static_range(source.blocks):
+                tl.atomic_max(amax_ptrs[i], tl.max(magnitude_bits(ys[i]), axis=0), sem="relaxed")
 
 
 def amax_into(source: Source, *amax: torch.Tensor, given: torch.Tensor | None = None) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Config, family, pick, split_k
-from .gemm_kernel import gemm_kernel, reduce_kernel
-from .launch import FORMATS, INTERPRETED, codes, on, soft_cast
+from .gemm_kernel import Output, Scale, gemm_kernel, reduce_kernel
+from .launch import FORMATS, INTERPRETED, codes, format_of, on, soft_cast
 
 REDUCE_M, REDUCE_N = 16, 128  # elements per program of the reduction over parts
 
@@ -27,16 +28,6 @@ class Operand(NamedTuple):
     k_major: bool
 
 
-class Scale(NamedTuple):
-    """How gemm_kernel reads scale_inv [rows, chunks of K]."""
-
-    x: torch.Tensor | None
-    mode: str
-    group: int
-    stride: int
-    stride_k: int
-
-
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
     """Compute capability and number of multiprocessors; without a GPU, one multiprocessor."""
@@ -48,7 +39,7 @@ def _gpu(device: torch.device) -> tuple[int, int]:
     return capability, found.multi_processor_count
 
 
-def _operand(x: torch.Tensor) -> Operand:
+def operand_of(x: torch.Tensor) -> Operand:
     """x [size, K], without a copy if one of its strides is 1; a dimension of 1 has any stride."""
     size, K = x.shape
     along, across = x.stride(1), x.stride(0)
@@ -86,36 +77,63 @@ def _descriptor(x: Operand, block: int, block_k: int) -> TensorDescriptor:
     return descriptor
 
 
-def _scale(scale_inv: torch.Tensor | None, size: int) -> Scale:
+_constexpr = lru_cache(maxsize=None, typed=True)(tl.constexpr)  # 1 is not True
+
+
+def scale_of(scale_inv: torch.Tensor | None, size: int) -> Scale:
     """scale_inv of an operand [size, K]: one element, or [r, c] as documented for gemm."""
     if scale_inv is None:
-        return Scale(None, "none", 1, 0, 0)
+        return Scale(None, _constexpr("none"))
     if scale_inv.numel() == 1:
-        return Scale(scale_inv, "scalar", 1, 0, 0)
+        return Scale(scale_inv, _constexpr("scalar"))
     rows, chunks = scale_inv.shape
-    mode = "rows" if chunks == 1 else "blocks"
-    return Scale(scale_inv, mode, 1 if rows == size else 128, *scale_inv.stride())
+    mode = _constexpr("rows" if chunks == 1 else "blocks")
+    return Scale(scale_inv, mode, _constexpr(1 if rows == size else 128), *scale_inv.stride())
+
+
+def output_of(out: torch.Tensor, accumulate: bool, bias: torch.Tensor | None = None) -> Output:
+    how = map(_constexpr, (FORMATS[out.dtype], accumulate, INTERPRETED, format_of(bias)))
+    if INTERPRETED:
+        out, bias = codes(out), None if bias is None else codes(bias)
+    return Output(out, *out.stride()[-2:], bias, *how)
+
+
+class Loop(NamedTuple):
+    """How a product is computed: the tile, and what follows from the dtypes and scales."""
+
+    config: Config
+    capability: int
+    multiprocessors: int
+    soft: bool  # operands are decoded
+    promote: bool  # sums of FP8, or with scales along K, are added in FP32 registers
+
+
+def loop_of(a: torch.Tensor, b: torch.Tensor, scales: tuple[Scale, Scale], fast_accum: bool,
+            M: int, N: int, K: int) -> Loop:  # fmt: skip
+    """For a product [M, K] @ [K, N] of the dtypes of a and b."""
+    capability, multiprocessors = _gpu(a.device)
+    fp8, blocks = a.element_size() == 1, any(s.MODE.value == "blocks" for s in scales)
+    soft = soft_cast(a.device, a.dtype, b.dtype)
+    kind = family(fp8, soft and fp8, blocks, fast_accum)
+    config = pick(capability, kind, M, N, K, a.element_size(), multiprocessors)
+    promote = blocks or (fp8 and not (soft or fast_accum))
+    return Loop(config, capability, multiprocessors, soft, promote)
 
 
 def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
             a_scale_inv: torch.Tensor | None, b_scale_inv: torch.Tensor | None,
             bias: torch.Tensor | None, fast_accum: bool) -> None:  # fmt: skip
     """out <- a @ b with the epilogue, or out += it; M, N and K are not 0."""
-    left, right = _operand(a), _operand(b.t())
+    left, right = operand_of(a), operand_of(b.t())
     M, N, K = left.size, right.size, left.K
     if any(0 < 2**31 - size < 512 for size in (M, N, K)):  # the end of the last tile is beyond it
         raise ValueError(f"{op}: M, N and K must not be within 512 below 2^31, got {(M, N, K)}")
     if b_scale_inv is not None and b_scale_inv.dim() == 2:
         b_scale_inv = b_scale_inv.t()
-    sa, sb = _scale(a_scale_inv, M), _scale(b_scale_inv, N)
-    capability, multiprocessors = _gpu(a.device)
-    fp8, blocks = a.element_size() == 1, "blocks" in (sa.mode, sb.mode)
-    soft = soft_cast(a.device, a.dtype, b.dtype)
-    kind = family(fp8, soft and fp8, blocks, fast_accum)
-    config = pick(capability, kind, M, N, K, a.element_size(), multiprocessors)
+    scales = scale_of(a_scale_inv, M), scale_of(b_scale_inv, N)
+    config, _, multiprocessors, soft, promote = loop_of(a, b, scales, fast_accum, M, N, K)
     parts = split_k(config, M, N, K, multiprocessors)
     tiles = -(-M // config.block_m) * -(-N // config.block_n) * parts
-    grid = (min(tiles, multiprocessors * config.per_sm),)
     use_tma = config.tma and _fits_tma(left) and _fits_tma(right)
     if soft:
         left, right = left._replace(x=codes(left.x)), right._replace(x=codes(right.x))
@@ -124,41 +142,27 @@ def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     if use_tma:
         x = _descriptor(left, config.block_m, config.block_k)
         y = _descriptor(right, config.block_n, config.block_k)
-    epilogue = {
-        "OUT": FORMATS[out.dtype],
-        "A_SCALE": sa.mode,
-        "B_SCALE": sb.mode,
-        "A_GROUP": sa.group,
-        "B_GROUP": sb.group,
-        "ACCUMULATE": op == "gemm_accumulate_",
-        "SOFT_OUT": INTERPRETED,
-    }
-    bias_format = None if bias is None else FORMATS[bias.dtype]
-    if INTERPRETED:
-        out, bias = codes(out), None if bias is None else codes(bias)
-    target = out
+    target = result = output_of(out, op == "gemm_accumulate_", bias)
     if parts > 1:
-        target = torch.empty((parts, M, N), dtype=torch.float32, device=a.device)
+        sums = torch.empty((parts, M, N), dtype=torch.float32, device=a.device)
+        target = output_of(sums, False)
     with on(a):
-        gemm_kernel[grid](
-            x, y, target, bias, sa.x, sb.x, M, N, K, left.ld, right.ld, *out.stride(),
-            sa.stride, sa.stride_k, sb.stride, sb.stride_k, parts,
-            A=FORMATS[a.dtype], B=FORMATS[b.dtype], BIAS=bias_format, A_K_MAJOR=left.k_major,
-            B_K_MAJOR=right.k_major, PROMOTE=blocks or (fp8 and not (soft or fast_accum)),
-            SPLIT=parts > 1, SOFT_CAST=soft, TMA=use_tma, **epilogue, **_constants(config),
+        gemm_kernel[(min(tiles, multiprocessors * config.per_sm),)](
+            x, y, target, *scales, M, N, K, left.ld, right.ld, parts, A=FORMATS[a.dtype],
+            B=FORMATS[b.dtype], A_K_MAJOR=left.k_major, B_K_MAJOR=right.k_major, PROMOTE=promote,
+            SPLIT=parts > 1, SOFT_CAST=soft, TMA=use_tma, FLATTEN=config.flatten,
+            **constants(config),
         )  # fmt: skip
         if parts > 1:
             reduce_kernel[(-(-M // REDUCE_M) * -(-N // REDUCE_N),)](
-                target, out, bias, sa.x, sb.x, M, N, *out.stride(), sa.stride, sb.stride, parts,
-                BIAS=bias_format, BLOCK_M=REDUCE_M, BLOCK_N=REDUCE_N, **epilogue,
-            )  # fmt: skip
+                sums, result, *scales, M, N, parts, BLOCK_M=REDUCE_M, BLOCK_N=REDUCE_N
+            )
 
 
 @cache
-def _constants(config: Config) -> dict[str, Any]:
+def constants(config: Config) -> dict[str, Any]:
     """The launch arguments of a config."""
     return {
-        "FLATTEN": config.flatten,
         "GROUP": config.group,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

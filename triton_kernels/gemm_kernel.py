@@ -4,6 +4,10 @@ Both operands are treated as [size, K] (b as its transpose [N, K]), with a strid
 (K_MAJOR) or along the other dimension; the other stride is the leading dimension `ld`.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,8 +17,32 @@ from .tiles import decode, encode, int64, operand
 CHUNK = tl.constexpr(128)
 
 
+class Scale(NamedTuple):
+    """scale_inv of an operand [size, K], as an argument of a kernel."""
+
+    x: Any  # offset: e * stride_e + (row // GROUP) * stride + (k // 128) * stride_k
+    MODE: Any  # constexpr: "none", "scalar", "rows" (at the end) or "blocks" (along K)
+    GROUP: Any = tl.constexpr(1)  # or 128
+    stride: Any = 0
+    stride_k: Any = 0
+    stride_e: Any = None  # between the groups of a grouped product
+
+
+class Output(NamedTuple):
+    """[M, N], likewise. SOFT: casts are not by the GPU's instructions."""
+
+    x: Any
+    stride_m: Any
+    stride_n: Any
+    bias: Any  # [N] or None
+    FORMAT: Any  # constexpr, as all that is in capitals
+    ACCUMULATE: Any
+    SOFT: Any
+    BIAS: Any
+
+
 @triton.jit
-def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def tile_at(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """First row and column of a tile. Tiles are ordered in groups of GROUP tile rows, column by
     column, so that tiles computed at the same time share operands in L2."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -42,62 +70,80 @@ def _load(x, ld, first, k, size, K, FORMAT: tl.constexpr, K_MAJOR: tl.constexpr,
 
 
 @triton.jit
-def _scales(scale, stride, first, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of rows first to first + BLOCK, one per GROUP rows; a scalar if they share one."""
-    if GROUP % BLOCK == 0:
-        return tl.load(scale + int64(first // GROUP) * stride)
+def _scaled(acc, scale, e, chunk, first, size, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """acc times the scales of its rows (DIM 0) or columns (DIM 1), which begin at `first`, for a
+    chunk of K and a group e."""
+    at = scale.x + int64(chunk) * scale.stride_k
+    if scale.stride_e is not None:
+        at += int64(e) * scale.stride_e
+    if scale.MODE == "scalar":
+        return acc * tl.load(at)
+    elif scale.GROUP % BLOCK == 0:  # all share one
+        return acc * tl.load(at + int64(first // scale.GROUP) * scale.stride)
     else:
         i = first + tl.arange(0, BLOCK)
-        return tl.load(scale + (i // GROUP).to(tl.int64) * stride, mask=i < size, other=0.0)
+        at += (i // scale.GROUP).to(tl.int64) * scale.stride
+        return acc * tl.expand_dims(tl.load(at, mask=i < size, other=0.0), 1 - DIM)
 
 
 @triton.jit
-def _by_row(acc, scales):
-    return acc * (scales[:, None] if len(scales.shape) == 1 else scales)
+def sum_products(a, b, lda, ldb, a_scale, b_scale, e, first_m, first_n, end_m, N, first_k, last_k,
+                 end_k, A: tl.constexpr, B: tl.constexpr, A_K_MAJOR: tl.constexpr,
+                 B_K_MAJOR: tl.constexpr, PROMOTE: tl.constexpr, TMA: tl.constexpr,
+                 SOFT_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_K: tl.constexpr):  # fmt: skip
+    """A tile of a @ b over [first_k, last_k) of K, which ends at end_k, with the scales that change
+    along K."""
+    tl.static_assert(CHUNK % BLOCK_K == 0, "a block of K must not hold two block scales")
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(first_k, last_k, BLOCK_K):
+        x = _load(a, lda, first_m, k, end_m, end_k, A, A_K_MAJOR, BLOCK_M, BLOCK_K, TMA, SOFT_CAST)
+        y = _load(b, ldb, first_n, k, N, end_k, B, B_K_MAJOR, BLOCK_N, BLOCK_K, TMA, SOFT_CAST)
+        if PROMOTE:
+            # The last argument also keeps the compiler from folding the sum into the dot.
+            chunk = tl.dot(x, tl.trans(y), input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+            if a_scale.MODE == "blocks":
+                chunk = _scaled(chunk, a_scale, e, k // CHUNK, first_m, end_m, BLOCK_M, 0)
+            if b_scale.MODE == "blocks":
+                chunk = _scaled(chunk, b_scale, e, k // CHUNK, first_n, N, BLOCK_N, 1)
+            acc += chunk
+        else:
+            acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _by_column(acc, scales):
-    return acc * (scales[None, :] if len(scales.shape) == 1 else scales)
-
-
-@triton.jit
-def _store_part(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n, a_scale_m,
-           b_scale_n, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, A_GROUP: tl.constexpr,
-           B_GROUP: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr,
-           ACCUMULATE: tl.constexpr, SOFT_OUT: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr):  # fmt: skip
+def _store_part(out, start, acc, a_scale, b_scale, e, first_m, first_n, M, N,
+                FINISH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    if A_SCALE == "scalar":
-        acc = acc * tl.load(a_scale)
-    elif A_SCALE == "rows":
-        acc = _by_row(acc, _scales(a_scale, a_scale_m, first_m, M, A_GROUP, BLOCK_M))
-    if B_SCALE == "scalar":
-        acc = acc * tl.load(b_scale)
-    elif B_SCALE == "rows":
-        acc = _by_column(acc, _scales(b_scale, b_scale_n, first_n, N, B_GROUP, BLOCK_N))
-    if bias is not None:
-        addend = tl.load(bias + n, mask=n < N, other=0)
-        if SOFT_OUT:
-            addend = decode(addend, BIAS, True)
-        acc = acc + addend.to(tl.float32)[None, :]
-    at = out + m.to(tl.int64)[:, None] * out_m + n.to(tl.int64)[None, :] * out_n
+    if FINISH:
+        if a_scale.MODE == "scalar" or a_scale.MODE == "rows":
+            acc = _scaled(acc, a_scale, e, 0, first_m, M, BLOCK_M, 0)
+        if b_scale.MODE == "scalar" or b_scale.MODE == "rows":
+            acc = _scaled(acc, b_scale, e, 0, first_n, N, BLOCK_N, 1)
+        if out.bias is not None:
+            addend = tl.load(out.bias + n, mask=n < N, other=0)
+            if out.SOFT:
+                addend = decode(addend, out.BIAS, True)
+            acc = acc + addend.to(tl.float32)[None, :]
+    at = out.x
+    if start is not None:
+        at += start
+    at = at + m.to(tl.int64)[:, None] * out.stride_m + n.to(tl.int64)[None, :] * out.stride_n
     inside = (m < M)[:, None] & (n < N)[None, :]
-    if ACCUMULATE:
+    if out.ACCUMULATE:
         acc = tl.load(at, mask=inside, other=0.0) + acc
-    if SOFT_OUT:
-        tl.store(at, encode(acc, acc, OUT, True), mask=inside)
+    if out.SOFT:
+        tl.store(at, encode(acc, acc, out.FORMAT, True), mask=inside)
     else:
-        tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(at, acc.to(out.x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _store(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n, a_scale_m,
-           b_scale_n, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, A_GROUP: tl.constexpr,
-           B_GROUP: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr,
-           ACCUMULATE: tl.constexpr, SOFT_OUT: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr):  # fmt: skip
-    """out <- acc * a_scale * b_scale + bias, rounded once; or out += it.
+def store_product(out, start, acc, a_scale, b_scale, e, first_m, first_n, M, N,
+                  FINISH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """out <- acc * a_scale * b_scale + bias, rounded once; or out += it; without FINISH acc.
+    start: what is added to the offsets of out, or None.
 
     A wide tile is stored in two halves: the operands of the epilogue of a whole one do not fit
     into registers.
@@ -106,53 +152,35 @@ def _store(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_
         HALF: tl.constexpr = BLOCK_N // 2
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1))
         left, right = tl.split(halves)
-        _store_part(out, left, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n,
-                    a_scale_m, b_scale_n, A_SCALE, B_SCALE, A_GROUP, B_GROUP, BIAS, OUT, ACCUMULATE,
-                    SOFT_OUT, BLOCK_M, HALF)  # fmt: skip
-        _store_part(out, right, bias, a_scale, b_scale, first_m, first_n + HALF, M, N, out_m, out_n,
-                    a_scale_m, b_scale_n, A_SCALE, B_SCALE, A_GROUP, B_GROUP, BIAS, OUT, ACCUMULATE,
-                    SOFT_OUT, BLOCK_M, HALF)  # fmt: skip
+        _store_part(out, start, left, a_scale, b_scale, e, first_m, first_n, M, N, FINISH,
+                    BLOCK_M, HALF)  # fmt: skip
+        _store_part(out, start, right, a_scale, b_scale, e, first_m, first_n + HALF, M, N, FINISH,
+                    BLOCK_M, HALF)  # fmt: skip
     else:
-        _store_part(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n,
-                    a_scale_m, b_scale_n, A_SCALE, B_SCALE, A_GROUP, B_GROUP, BIAS, OUT, ACCUMULATE,
-                    SOFT_OUT, BLOCK_M, BLOCK_N)  # fmt: skip
+        _store_part(out, start, acc, a_scale, b_scale, e, first_m, first_n, M, N, FINISH, BLOCK_M,
+                    BLOCK_N)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("split_k",))
 def gemm_kernel(
     a,  # [M, K], or its TMA descriptor
     b,  # [N, K], likewise
-    out,  # [M, N]; fp32 [split_k, M, N] where SPLIT
-    bias,  # [N] or None
-    a_scale,  # offset: (m // A_GROUP) * a_scale_m + (k // 128) * a_scale_k
+    out,  # an Output; fp32 [split_k, M, N], of which it has the first, where SPLIT
+    a_scale,  # a Scale
     b_scale,
     M,
     N,
     K,
     lda,
     ldb,
-    out_m,
-    out_n,
-    a_scale_m,
-    a_scale_k,
-    b_scale_n,
-    b_scale_k,
     split_k,
     A: tl.constexpr,
     B: tl.constexpr,
-    BIAS: tl.constexpr,
-    OUT: tl.constexpr,
     A_K_MAJOR: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
-    A_SCALE: tl.constexpr,  # "none", "scalar", "rows" (at the end) or "blocks" (along K)
-    B_SCALE: tl.constexpr,
-    A_GROUP: tl.constexpr,  # 1 or 128
-    B_GROUP: tl.constexpr,
     PROMOTE: tl.constexpr,  # add every dot to acc in FP32 registers
-    ACCUMULATE: tl.constexpr,
     SPLIT: tl.constexpr,  # along K; reduce_kernel applies the epilogue
     SOFT_CAST: tl.constexpr,
-    SOFT_OUT: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -160,7 +188,6 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    tl.static_assert(CHUNK % BLOCK_K == 0, "a block of K must not hold two block scales")
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     first_k, last_k = 0, K
     if SPLIT:
@@ -172,56 +199,28 @@ def gemm_kernel(
             tile = index // split_k
             first_k = index % split_k * part_k
             last_k = min(first_k + part_k, K)
-        first_m, first_n = _tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(first_k, last_k, BLOCK_K):
-            x = _load(a, lda, first_m, k, M, K, A, A_K_MAJOR, BLOCK_M, BLOCK_K, TMA, SOFT_CAST)
-            y = _load(b, ldb, first_n, k, N, K, B, B_K_MAJOR, BLOCK_N, BLOCK_K, TMA, SOFT_CAST)
-            if PROMOTE:
-                # The last argument also keeps the compiler from folding the sum into the dot.
-                chunk = tl.dot(x, tl.trans(y), input_precision="ieee",
-                               max_num_imprecise_acc=BLOCK_K)  # fmt: skip
-                if A_SCALE == "blocks":
-                    at = a_scale + int64(k // CHUNK) * a_scale_k
-                    chunk = _by_row(chunk, _scales(at, a_scale_m, first_m, M, A_GROUP, BLOCK_M))
-                if B_SCALE == "blocks":
-                    at = b_scale + int64(k // CHUNK) * b_scale_k
-                    chunk = _by_column(chunk, _scales(at, b_scale_n, first_n, N, B_GROUP, BLOCK_N))
-                acc += chunk
-            else:
-                acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+        first_m, first_n = tile_at(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
+        acc = sum_products(a, b, lda, ldb, a_scale, b_scale, 0, first_m, first_n, M, N, first_k,
+                           last_k, K, A, B, A_K_MAJOR, B_K_MAJOR, PROMOTE, TMA, SOFT_CAST, BLOCK_M,
+                           BLOCK_N, BLOCK_K)  # fmt: skip
         if SPLIT:
-            part = out + int64(index % split_k) * M * N
-            _store(part, acc, None, None, None, first_m, first_n, M, N, N, 1, 0, 0, "none", "none",
-                   1, 1, None, "fp32", False, False, BLOCK_M, BLOCK_N)  # fmt: skip
+            part = int64(index % split_k) * M * N
+            store_product(out, part, acc, a_scale, b_scale, 0, first_m, first_n, M, N, False,
+                          BLOCK_M, BLOCK_N)  # fmt: skip
         else:
-            _store(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n,
-                   a_scale_m, b_scale_n, A_SCALE, B_SCALE, A_GROUP, B_GROUP, BIAS, OUT, ACCUMULATE,
-                   SOFT_OUT, BLOCK_M, BLOCK_N)  # fmt: skip
+            store_product(out, None, acc, a_scale, b_scale, 0, first_m, first_n, M, N, True,
+                          BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("split_k",))
 def reduce_kernel(
     parts,  # fp32 [split_k, M, N]
     out,
-    bias,
     a_scale,
     b_scale,
     M,
     N,
-    out_m,
-    out_n,
-    a_scale_m,
-    b_scale_n,
     split_k,
-    BIAS: tl.constexpr,
-    OUT: tl.constexpr,
-    A_SCALE: tl.constexpr,
-    B_SCALE: tl.constexpr,
-    A_GROUP: tl.constexpr,
-    B_GROUP: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SOFT_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -235,6 +234,5 @@ def reduce_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for part in range(split_k):
         acc += tl.load(at + int64(part) * M * N, mask=inside, other=0.0)
-    _store(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_n, a_scale_m,
-           b_scale_n, A_SCALE, B_SCALE, A_GROUP, B_GROUP, BIAS, OUT, ACCUMULATE, SOFT_OUT, BLOCK_M,
-           BLOCK_N)  # fmt: skip
+    store_product(out, None, acc, a_scale, b_scale, 0, first_m, first_n, M, N, True, BLOCK_M,
+                  BLOCK_N)  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launch import FORMATS, codes, codes_in_order, format_of, on, soft_cast
-from .norm_rows import LANES, row_sum
+from .norm_quantize import LANES, row_sum
 from .tiles import ceil_div, decode, encode, int64
 
 BAND = 64  # rows of a partial sum of a column

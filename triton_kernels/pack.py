@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .launch import FORMATS, MAX, on, soft_cast
 from .launch import codes as as_codes
-from .philox import philox
+from .rounding import philox
 from .tiles import ceil_div, decode, encode, is_nonfinite, load, store
 
 GROUP = 128
@@ -126,28 +126,6 @@ def pack_kernel(
 
 
 @triton.jit
-def _unpack_block(codes_ptr, ranges_ptr, y_ptr, start, n, largest, Y: tl.constexpr,
-                  BITS: tl.constexpr, SOFT_CAST: tl.constexpr, GROUPS: tl.constexpr,
-                  FULL: tl.constexpr):  # fmt: skip
-    PER_BYTE: tl.constexpr = 8 // BITS
-    BYTES: tl.constexpr = GROUPS * 128 // PER_BYTE
-    at = start // PER_BYTE + tl.arange(0, BYTES)
-    bytes = load(codes_ptr, at, ceil_div(n, PER_BYTE), FULL).to(tl.uint32)
-    shifts = tl.arange(0, PER_BYTE).to(tl.uint32) * BITS
-    code = (bytes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1)
-    code = tl.reshape(code, (GROUPS, 128)).to(tl.int32).to(tl.float32)
-    group = start // 128 + tl.arange(0, GROUPS)
-    ranges = load(ranges_ptr, group, ceil_div(n, 128), FULL).to(tl.uint32, bitcast=True)
-    minimum = (ranges << 16).to(tl.float32, bitcast=True)
-    step = (ranges & 0xFFFF0000).to(tl.float32, bitcast=True)
-    y = minimum[:, None] + code * step[:, None]
-    y = tl.where(y > largest, largest, y)  # NaN stays NaN
-    y = tl.where(y < largest * -1.0, largest * -1.0, y)
-    y = tl.reshape(y, (GROUPS * 128,))
-    store(y_ptr, start + tl.arange(0, GROUPS * 128), encode(y, y, Y, SOFT_CAST), n, FULL)
-
-
-@triton.jit
 def unpack_kernel(
     codes_ptr,
     ranges_ptr,  # as above
@@ -160,12 +138,25 @@ def unpack_kernel(
     GROUPS: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (GROUPS * 128)
-    if start + GROUPS * 128 <= n:
-        _unpack_block(codes_ptr, ranges_ptr, y_ptr, start, n, largest, Y, BITS, SOFT_CAST, GROUPS,
-                      True)  # fmt: skip
-    else:
-        _unpack_block(codes_ptr, ranges_ptr, y_ptr, start, n, largest, Y, BITS, SOFT_CAST, GROUPS,
-                      False)  # fmt: skip
+    full = start + GROUPS * 128 <= n
+    for FULL in tl.static_range(2):
+        if full == FULL:
+            PER_BYTE: tl.constexpr = 8 // BITS
+            BYTES: tl.constexpr = GROUPS * 128 // PER_BYTE
+            at = start // PER_BYTE + tl.arange(0, BYTES)
+            bytes = load(codes_ptr, at, ceil_div(n, PER_BYTE), FULL).to(tl.uint32)
+            shifts = tl.arange(0, PER_BYTE).to(tl.uint32) * BITS
+            code = (bytes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1)
+            code = tl.reshape(code, (GROUPS, 128)).to(tl.int32).to(tl.float32)
+            group = start // 128 + tl.arange(0, GROUPS)
+            ranges = load(ranges_ptr, group, ceil_div(n, 128), FULL).to(tl.uint32, bitcast=True)
+            minimum = (ranges << 16).to(tl.float32, bitcast=True)
+            step = (ranges & 0xFFFF0000).to(tl.float32, bitcast=True)
+            y = minimum[:, None] + code * step[:, None]
+            y = tl.where(y > largest, largest, y)  # NaN stays NaN
+            y = tl.where(y < largest * -1.0, largest * -1.0, y)
+            y = tl.reshape(y, (GROUPS * 128,))
+            store(y_ptr, start + tl.arange(0, GROUPS * 128), encode(y, y, Y, SOFT_CAST), n, FULL)
 
 
 def pack(

@@ -8,19 +8,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import FORMATS, MAX, codes, on, soft_cast
-from .source import Result, Source, values
+from .launch import on
+from .source import TILE, Source, target_of, to_cast, values
 from .tiles import ceil_div, encode, int64, magnitude_bits, scale_from_amax
 
-TILE = 128
 ROW_BLOCK = 4096
 PARTS = 4  # of a tile of computed values: registers hold no more of what it takes to compute them
 WARPS = 8  # 64 elements of a tile per thread, in registers
 
 
 @triton.jit
-def _scale(bits, fmt_max, POWER_OF_TWO: tl.constexpr):
-    return scale_from_amax(bits.to(tl.float32, bitcast=True), fmt_max, 1.0, 1.0, POWER_OF_TWO)
+def _scale(bits, to):
+    amax = bits.to(tl.float32, bitcast=True)
+    return scale_from_amax(amax, to.fmt_max, 1.0, 1.0, to.POWER_OF_TWO)
 
 
 @triton.jit
@@ -29,23 +29,21 @@ def _inverse(scale):
 
 
 @triton.jit
-def _quantize_row(source, result, i: tl.constexpr, row, K, fmt_max, Q: tl.constexpr,
-                  POWER_OF_TWO: tl.constexpr, SOFT_CAST: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
+def _quantize_row(source, result, to, i: tl.constexpr, row, K, BLOCK: tl.constexpr):
     """The i-th values of a row, which are read or computed again for the cast."""
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, int64(K), BLOCK):
-        y = values(source, row, int64(start) + columns, None, K, False, SOFT_CAST)[i]
+        y = values(source, row, int64(start) + columns, None, K, False, to.SOFT_CAST)[i]
         largest = tl.maximum(largest, magnitude_bits(y))
     amax = tl.max(largest, axis=0)
-    scale = _scale(amax, fmt_max, POWER_OF_TWO)
+    scale = _scale(amax, to)
     tl.store(result.scale_inv + row, _inverse(scale))
     tl.atomic_max(result.amax, amax, sem="relaxed")
     for start in range(0, int64(K), BLOCK):
         column = int64(start) + columns
-        y = values(source, row, column, None, K, False, SOFT_CAST)[i]
-        q = encode(y, y * scale, Q, SOFT_CAST)
+        y = values(source, row, column, None, K, False, to.SOFT_CAST)[i]
+        q = encode(y, y * scale, to.Q, to.SOFT_CAST)
         tl.store(result.data + (row * K + column), q, mask=column < K)
 
 
@@ -53,17 +51,14 @@ def _quantize_row(source, result, i: tl.constexpr, row, K, fmt_max, Q: tl.conste
 def quantize_rows_kernel(
     source,
     results,  # scale_inv: [M]
+    to,
     K,
-    fmt_max,
-    Q: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(source.blocks):
-        _quantize_row(source, results[i], i, row, K, fmt_max, Q, POWER_OF_TWO, SOFT_CAST, BLOCK)
+        _quantize_row(source, results[i], to, i, row, K, BLOCK)
 
 
 @triton.jit
@@ -80,10 +75,8 @@ def tile_maxima_kernel(source, results, M, K, SOFT_CAST: tl.constexpr, TILE: tl.
 
 
 @triton.jit
-def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_max,
-                   Q: tl.constexpr, BY: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-                   SOFT_CAST: tl.constexpr, TILE: tl.constexpr,
-                   PARTS: tl.constexpr):  # fmt: skip
+def _quantize_tile(source, result, to, i: tl.constexpr, tile_m, tile_k, M, K, BY: tl.constexpr,
+                   TILE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The i-th values of a tile. If it is one part, they stay in registers; in parts they are
     computed again for a cast that has to wait for the amax of all of them."""
     PART: tl.constexpr = TILE // PARTS
@@ -95,7 +88,7 @@ def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_ma
     for part in range(PARTS):
         m = tile_m * TILE + part * PART + tl.arange(0, PART)
         row = m[:, None]
-        x = values(source, row, column, M, K, False, SOFT_CAST)[i]
+        x = values(source, row, column, M, K, False, to.SOFT_CAST)[i]
         bits = magnitude_bits(x)
         column_amax = tl.maximum(column_amax, tl.max(bits, axis=0))
         if BY != "block128x128":
@@ -103,15 +96,15 @@ def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_ma
                 row_amax, at = tl.load(result.row_amax + m, mask=m < M, other=0), m
             else:
                 row_amax, at = tl.max(bits, axis=1), m * tiles_k + tile_k
-            row_scale = _scale(row_amax, fmt_max, POWER_OF_TWO)
+            row_scale = _scale(row_amax, to)
             if BY != "row" or tile_k == 0:
                 tl.store(result.scale_inv + at, _inverse(row_scale), mask=m < M)
-            q = encode(x, x * row_scale[:, None], Q, SOFT_CAST)
+            q = encode(x, x * row_scale[:, None], to.Q, to.SOFT_CAST)
             tl.store(result.data + (row * K + column), q, mask=(row < M) & (column < K))
     amax = tl.max(column_amax, axis=0)
     tl.atomic_max(result.amax, amax, sem="relaxed")
     if BY == "block128x128":
-        block_scale = _scale(amax, fmt_max, POWER_OF_TWO)
+        block_scale = _scale(amax, to)
         tl.store(result.scale_inv + tile_m * tiles_k + tile_k, _inverse(block_scale))
         if result.data_t is not None:
             tl.store(result.scale_inv_t + tile_k * tiles_m + tile_m, _inverse(block_scale))
@@ -119,7 +112,7 @@ def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_ma
         at = k * tiles_m + tile_m
         if BY == "row":
             column_amax, at = tl.load(result.column_amax + k, mask=k < K, other=0), k
-        column_scale = _scale(column_amax, fmt_max, POWER_OF_TWO)
+        column_scale = _scale(column_amax, to)
         if BY != "row" or tile_m == 0:
             tl.store(result.scale_inv_t + at, _inverse(column_scale), mask=k < K)
         block_scale = column_scale[None, :]
@@ -128,8 +121,8 @@ def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_ma
             m = tile_m * TILE + part * PART + tl.arange(0, PART)
             row = m[:, None]
             if PARTS > 1:
-                x = values(source, row, column, M, K, False, SOFT_CAST)[i]
-            q = encode(x, x * block_scale, Q, SOFT_CAST)
+                x = values(source, row, column, M, K, False, to.SOFT_CAST)[i]
+            q = encode(x, x * block_scale, to.Q, to.SOFT_CAST)
             if BY == "block128x128":
                 tl.store(result.data + (row * K + column), q, mask=(row < M) & (column < K))
             if result.data_t is not None:
@@ -141,13 +134,10 @@ def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_ma
 def quantize_tiles_kernel(
     source,
     results,  # without transpose no data_t; where BY is "row", row_amax and column_amax
+    to,
     M,
     K,
-    fmt_max,
-    Q: tl.constexpr,
     BY: tl.constexpr,  # the granularity
-    POWER_OF_TWO: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -155,66 +145,35 @@ def quantize_tiles_kernel(
     tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     for i in tl.static_range(source.blocks):
-        _quantize_tile(source, results[i], i, tile_m, tile_k, M, K, fmt_max, Q, BY, POWER_OF_TWO,
-                       SOFT_CAST, TILE, PARTS)  # fmt: skip
-
-
-def _scale_shape(granularity: str, M: int, K: int) -> tuple[int, int]:
-    rows = triton.cdiv(M, TILE) if granularity == "block128x128" else M
-    return rows, 1 if granularity == "row" else triton.cdiv(K, TILE)
-
-
-def _to_cast(source: Source, cast: Any) -> tuple[tuple[torch.Tensor, ...], Result]:
-    """The results of a cast, allocated, and the same as an argument of a kernel."""
-    (M, K), by, device = source.size(), cast.granularity, source.x.device
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    data = torch.empty(source.x.shape, dtype=cast.dtype, device=device)
-    scale_inv = torch.empty(_scale_shape(by, M, K), **fp32)
-    data_t, scale_inv_t = data.new_empty((0, 0)), torch.empty((0,), **fp32)
-    if cast.transpose:
-        data_t, scale_inv_t = data.new_empty((K, M)), torch.empty(_scale_shape(by, K, M), **fp32)
-    by_lines = cast.transpose and by == "row"
-    # Both maxima begin at multiples of 16 bytes, whatever M is: one binary for all.
-    columns_at = 4 + M + -M % 4
-    maxima = torch.zeros(columns_at + K if by_lines else 1, dtype=torch.int32, device=device)
-    amax, row_amax, column_amax = maxima[0], maxima[4 : 4 + M], maxima[columns_at:]
-    result = Result(codes(data), scale_inv=scale_inv, amax=amax)
-    if cast.transpose:
-        result = result._replace(data_t=codes(data_t), scale_inv_t=scale_inv_t)
-    if by_lines:
-        result = result._replace(row_amax=row_amax, column_amax=column_amax)
-    return (data, data_t, scale_inv, scale_inv_t, amax.view(torch.float32)), result
+        _quantize_tile(source, results[i], to, i, tile_m, tile_k, M, K, BY, TILE, PARTS)
 
 
 def quantize_blocks(source: Source, cast: Any) -> list[tuple[torch.Tensor, ...]]:
     """To FP8; one launch, two for rows with transpose."""
     M, K = source.size()
-    made, results = zip(*(_to_cast(source, cast) for _ in range(source.blocks.value)), strict=True)
+    made, results = zip(*(to_cast(source, cast) for _ in range(source.blocks.value)), strict=True)
     if source.x.numel() == 0:
         for _, _, scale_inv, scale_inv_t, _ in made:
             scale_inv.fill_(1.0)
             scale_inv_t.fill_(1.0)
         return list(made)
     by_rows, plain = cast.granularity == "row", source.is_plain()
-    options: dict[str, Any] = {
-        "SOFT_CAST": soft_cast(source.x.device, source.x.dtype, cast.dtype),
-        "num_warps": WARPS, "enable_fp_fusion": False,
-    }  # fmt: skip
-    constants = {"Q": FORMATS[cast.dtype], "POWER_OF_TWO": cast.power_of_two_scale, **options}
+    to = target_of(source, cast)
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     with on(source.x):
         if by_rows and not cast.transpose:
-            quantize_rows_kernel[(M,)](
-                source, results, K, MAX[cast.dtype], **constants, BLOCK=ROW_BLOCK
-            )
+            quantize_rows_kernel[(M,)](source, results, to, K, **options, BLOCK=ROW_BLOCK)
         else:
             tile = TILE // 2 if by_rows and not plain else TILE
             grid = (triton.cdiv(M, tile) * triton.cdiv(K, tile),)
             if by_rows:
-                tile_maxima_kernel[grid](source, results, M, K, **options, TILE=tile)
+                tile_maxima_kernel[grid](
+                    source, results, M, K, SOFT_CAST=to.SOFT_CAST, **options, TILE=tile
+                )
             else:
-                constants["num_warps"] = source.warps(WARPS)
+                options["num_warps"] = source.warps(WARPS)
             quantize_tiles_kernel[grid](
-                source, results, M, K, MAX[cast.dtype], BY=cast.granularity, **constants,
-                TILE=tile, PARTS=1 if by_rows or plain else PARTS,
+                source, results, to, M, K, BY=cast.granularity, **options, TILE=tile,
+                PARTS=1 if by_rows or plain else PARTS,
             )  # fmt: skip
     return list(made)

@@ -11,7 +11,7 @@ from . import block_formats
 from .amax import amax_into
 from .block_formats import encode_element, mx_scale, nvfp4_scale
 from .launch import on, soft_cast
-from .philox import philox
+from .rounding import philox
 from .source import Result, Source, source_of, values
 from .tiles import ceil_div, int64, magnitude_bits, scale_from_amax
 
@@ -33,31 +33,29 @@ def _random(lines, start, padded, seed, STREAM: tl.constexpr, LINES: tl.constexp
 
 
 @triton.jit
-def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, add, scale,
-              LINES: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr, ELEMENT: tl.constexpr,
-              BITS: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
-              MAX_BITS: tl.constexpr, NVFP4: tl.constexpr, BLOCK: tl.constexpr,
-              SWIZZLED: tl.constexpr, SOFT_CAST: tl.constexpr):  # fmt: skip
+def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, add, scale, F,
+              LINES: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
+              SOFT_CAST: tl.constexpr):  # fmt: skip
     """The elements x [LINES, N] from `start` on of `count` lines from `line` on, each of `length`
     elements. x is 0 outside. Returns the amax of each line, as bits."""
-    BLOCKS: tl.constexpr = N // BLOCK
+    BLOCKS: tl.constexpr = N // F.BLOCK
     lines = line + tl.arange(0, LINES)
-    across = ceil_div(length, BLOCK)
-    x = tl.reshape(x, (LINES, BLOCKS, BLOCK))
+    across = ceil_div(length, F.BLOCK)
+    x = tl.reshape(x, (LINES, BLOCKS, F.BLOCK))
     amax = tl.max(magnitude_bits(x), axis=2)
-    if NVFP4:
+    if F.NVFP4:
         stored, factor = nvfp4_scale(amax, scale, seed_ptr is not None, SOFT_CAST)
     else:
-        stored, factor = mx_scale(amax, add, MAX_BITS)
-    block = start // BLOCK + tl.arange(0, BLOCKS)
+        stored, factor = mx_scale(amax, add, F)
+    block = start // F.BLOCK + tl.arange(0, BLOCKS)
     inside = (lines < count)[:, None] & (block < across)[None, :]
     at_scale = lines[:, None] * across + block[None, :]
     if SWIZZLED:  # see swizzle in mixprec/ops/_reference/scale_layout.py
         stored = tl.where(inside, stored, tl.zeros_like(stored))
         # All of these are in one tile of 128 lines and 4 blocks, which programs fill with zeros.
-        tile = line // 128 * ceil_div(across, 4) + start // BLOCK // 4
+        tile = line // 128 * ceil_div(across, 4) + start // F.BLOCK // 4
         row = (line % 128).to(tl.int32) + tl.arange(0, LINES)
-        col = (start // BLOCK % 4).to(tl.int32) + tl.arange(0, BLOCKS)
+        col = (start // F.BLOCK % 4).to(tl.int32) + tl.arange(0, BLOCKS)
         at_scale = tile * 512 + (row % 32 * 16 + row // 32 * 4)[:, None] + col[None, :]
         inside = (row < 128)[:, None] & (block < ceil_div(across, 4) * 4)[None, :]
     tl.store(scale_inv_ptr + at_scale, stored, mask=inside)
@@ -67,10 +65,10 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
     random = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-        random = _random(lines, start, int64(across) * BLOCK, seed, STREAM, LINES, N)
-    code = encode_element(y, random, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, SOFT_CAST)
-    PER_BYTE: tl.constexpr = 2 if BITS == 4 else 1
-    if BITS == 4:  # elements beyond the last one are 0
+        random = _random(lines, start, int64(across) * F.BLOCK, seed, STREAM, LINES, N)
+    code = encode_element(y, random, F, SOFT_CAST)
+    PER_BYTE: tl.constexpr = 2 if F.BITS == 4 else 1
+    if F.BITS == 4:  # elements beyond the last one are 0
         low, high = tl.split(tl.reshape(code, (LINES, N // 2, 2)))
         code = low | (high << 4)
     size = ceil_div(length, PER_BYTE)
@@ -89,13 +87,7 @@ def quantize_mx_kernel(
     M,
     K,
     add,  # to the bits of the amax of a block, MX only
-    ELEMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LEAST: tl.constexpr,
-    MAX_BITS: tl.constexpr,
-    NVFP4: tl.constexpr,
-    BLOCK: tl.constexpr,
+    F,  # the Format
     SWIZZLED: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -108,20 +100,20 @@ def quantize_mx_kernel(
     ys = values(source, m[:, None], k[None, :], M, K, False, SOFT_CAST)
     for i in tl.static_range(source.blocks):
         result, scale = results[i], tl.full((), 1.0, tl.float32)
-        if NVFP4:
+        if F.NVFP4:
             amax = tl.load(result.amax).to(tl.float32, bitcast=True)
             scale = scale_from_amax(amax, 2688.0, 1.0, 1.0, False)
             if tl.program_id(0) == 0:
                 tl.store(tensor_scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
         line_amax = _quantize(ys[i], result.data, result.scale_inv, seed_ptr, first_m, first_k, M,
-                              K, add, scale, TILE_M, TILE_K, 0, ELEMENT, BITS, MANTISSA, LEAST,
-                              MAX_BITS, NVFP4, BLOCK, SWIZZLED, SOFT_CAST)  # fmt: skip
-        if not NVFP4 and result.amax is not None:
+                              K, add, scale, F, TILE_M, TILE_K, 0, SWIZZLED,
+                              SOFT_CAST)  # fmt: skip
+        if not F.NVFP4 and result.amax is not None:
             tl.atomic_max(result.amax, tl.max(line_amax, axis=0), sem="relaxed")
         if result.data_t is not None:
             _quantize(tl.trans(ys[i]), result.data_t, result.scale_inv_t, seed_ptr, first_k,
-                      first_m, K, M, add, scale, TILE_K, TILE_M, 1, ELEMENT, BITS, MANTISSA, LEAST,
-                      MAX_BITS, NVFP4, BLOCK, SWIZZLED, SOFT_CAST)  # fmt: skip
+                      first_m, K, M, add, scale, F, TILE_K, TILE_M, 1, SWIZZLED,
+                      SOFT_CAST)  # fmt: skip
 
 
 def _to_cast(
@@ -187,7 +179,7 @@ def quantize_mx_from(
                      for n, tile in ((M, TILE_M), (K, TILE_K))]  # fmt: skip
             quantize_mx_kernel[(tiles[0] * tiles[1],)](
                 source, results, made[0][4] if nvfp4 else None, seed, M, K,
-                block_formats.rounding_of_amax(fmt, scale_mode), **block_formats.constants(fmt),
+                block_formats.rounding_of_amax(fmt, scale_mode), block_formats.format_of(fmt),
                 SWIZZLED=swizzled,
                 SOFT_CAST=soft_cast(source.x.device, source.x.dtype, torch.float8_e4m3fn),
                 TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,

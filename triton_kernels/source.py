@@ -3,6 +3,7 @@ where the results go: two tuples of pointers, which are arguments of a kernel.""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .activations import activation
-from .launch import FORMATS, codes_in_order
+from .launch import FORMATS, MAX, codes, codes_in_order, soft_cast
 from .tiles import decode
 
 
@@ -58,6 +59,26 @@ def source_of(x: torch.Tensor, **others: Any) -> Source:
     return Source(**fields)
 
 
+class Target(NamedTuple):
+    """What values are cast to. All but fmt_max are constexprs."""
+
+    fmt_max: Any
+    Q: Any  # a format
+    POWER_OF_TWO: Any
+    SOFT_CAST: Any
+
+
+@cache
+def _target(dtype: torch.dtype, power_of_two: bool, soft: bool) -> Target:
+    constants = map(tl.constexpr, (FORMATS[dtype], power_of_two, soft))
+    return Target(MAX[dtype], *constants)
+
+
+def target_of(source: Source, cast: Any) -> Target:
+    soft = soft_cast(source.x.device, source.x.dtype, cast.dtype)
+    return _target(cast.dtype, cast.power_of_two_scale, soft)
+
+
 class Result(NamedTuple):
     """Of one block of values. None: not wanted, or not given."""
 
@@ -69,6 +90,47 @@ class Result(NamedTuple):
     amax: Any = None  # [] int32 bits, initially 0
     row_amax: Any = None  # [M], likewise
     column_amax: Any = None  # [K], likewise
+
+
+TILE = 128  # of the scales by blocks
+
+
+def to_cast(
+    source: Source, cast: Any, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None
+) -> tuple[tuple[torch.Tensor, ...], Result]:
+    """The results of a cast, allocated, and the same as an argument of a kernel. amax: that of the
+    values, if it is known."""
+    (M, K), by, device = source.size(), cast.granularity, source.x.device
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+
+    def scales_of(lines: int, length: int) -> torch.Tensor:
+        if by == "tensor":
+            return torch.empty((), **fp32)
+        rows = triton.cdiv(lines, TILE) if by == "block128x128" else lines
+        return torch.empty((rows, 1 if by == "row" else triton.cdiv(length, TILE)), **fp32)
+
+    data = torch.empty(source.x.shape, dtype=cast.dtype, device=device)
+    scale_inv = scales_of(M, K)
+    data_t, scale_inv_t = data.new_empty((0, 0)), torch.empty((0,), **fp32)
+    result = Result(codes(data), scale=scale, scale_inv=scale_inv)
+    if cast.transpose:
+        data_t = data.new_empty((K, M))
+        result = result._replace(data_t=codes(data_t))
+        if by != "tensor":
+            scale_inv_t = scales_of(K, M)
+            result = result._replace(scale_inv_t=scale_inv_t)
+    if cast.transpose and by == "row":
+        # Both maxima begin at multiples of 16 bytes, whatever M is: one binary for all.
+        columns_at = 4 + M + -M % 4
+        maxima = torch.zeros(columns_at + K, dtype=torch.int32, device=device)
+        bits, rows, columns = maxima[0], maxima[4 : 4 + M], maxima[columns_at:]
+        result = result._replace(row_amax=rows, column_amax=columns)
+    elif amax is None:
+        bits = torch.zeros((), dtype=torch.int32, device=device)
+    else:
+        bits = amax.view(torch.int32)
+    result = result._replace(amax=bits)
+    return (data, data_t, scale_inv, scale_inv_t, bits.view(torch.float32)), result
 
 
 @triton.jit

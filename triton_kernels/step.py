@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 
 from .launch import FORMATS, codes, in_one_order, on, soft_cast
-from .philox import random16
-from .rounding import join_master, split_master, stochastic_24, stochastic_bf16
-from .state8 import ELEMENTS, block_random, decode_codes, encode_codes
+from .rounding import (
+    ELEMENTS,
+    block_random,
+    decode_codes,
+    encode_codes,
+    join_master,
+    random16,
+    split_master,
+    stochastic_24,
+    stochastic_bf16,
+)
 from .step_rules import COLUMNS, FLAGS, LR, SETTING, STEP, derive, formula
 from .tiles import decode, encode, load, store
 
@@ -146,39 +154,6 @@ def _write_param(param_ptr, master_ptr, p, start, n, key, P: tl.constexpr, REMAI
     store(param_ptr, offsets, low, n, FULL)
 
 
-@triton.jit
-def _block(param_ptr, grad_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr,
-           master_ptr, row, inv_scale_ptr, clip_ptr, max_value, seed, index, start, n,
-           RULE: tl.constexpr, FLAG: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-           FIRST: tl.constexpr, SECOND: tl.constexpr, REMAINDER: tl.constexpr,
-           STOCHASTIC: tl.constexpr, MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr,
-           BLOCK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    offsets = start + tl.arange(0, BLOCK)
-    g = _gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
-                  FULL)  # fmt: skip
-    p = g  # which the direction of Muon does not read
-    if RULE != "muon_direction":
-        p = _load_master(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
-    first = g
-    second = g
-    if first_ptr is not None:
-        first = _load_state(first_ptr, first_scale_ptr, start, n, FIRST_STATE, FIRST, SOFT_CAST,
-                            FULL, BLOCK)  # fmt: skip
-    if second_ptr is not None:
-        second = _load_state(second_ptr, second_scale_ptr, start, n, SECOND_STATE, SECOND,
-                             SOFT_CAST, FULL, BLOCK)  # fmt: skip
-    p, first, second = formula(p, g, first, second, row, RULE, FLAG, first_ptr is not None)
-    key = (seed, tl.load(row + STEP).to(tl.int64).to(tl.uint32), index)  # of the random bits
-    if first_ptr is not None:
-        _write_state(first_ptr, first_scale_ptr, first, start, n, key, FIRST_STATE, FIRST,
-                     SOFT_CAST, FULL, BLOCK)  # fmt: skip
-    if second_ptr is not None:
-        _write_state(second_ptr, second_scale_ptr, second, start, n, key, SECOND_STATE, SECOND,
-                     SOFT_CAST, FULL, BLOCK)  # fmt: skip
-    _write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST,
-                 FULL, BLOCK)  # fmt: skip
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def step_kernel(
     param_ptr,
@@ -208,21 +183,38 @@ def step_kernel(
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    proceed = True
-    if found_inf_ptr is not None:
-        proceed = tl.load(found_inf_ptr) == 0.0
-    if proceed:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        if start + BLOCK <= n:
-            _block(param_ptr, grad_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr,
-                   master_ptr, row, inv_scale_ptr, clip_ptr, max_value, seed, index, start, n,
-                   RULE, FLAG, P, G, FIRST, SECOND, REMAINDER, STOCHASTIC, MAXIMIZE, SOFT_CAST,
-                   BLOCK, True)  # fmt: skip
-        else:
-            _block(param_ptr, grad_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr,
-                   master_ptr, row, inv_scale_ptr, clip_ptr, max_value, seed, index, start, n,
-                   RULE, FLAG, P, G, FIRST, SECOND, REMAINDER, STOCHASTIC, MAXIMIZE, SOFT_CAST,
-                   BLOCK, False)  # fmt: skip
+    if found_inf_ptr is not None:  # noqa: SIM102  (Triton's `and` loads from None, too)
+        if tl.load(found_inf_ptr) != 0.0:
+            return
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    full = start + BLOCK <= n
+    for FULL in tl.static_range(2):
+        if full == FULL:
+            g = _gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE,
+                          SOFT_CAST, FULL)  # fmt: skip
+            p = g  # which the direction of Muon does not read
+            if RULE != "muon_direction":
+                p = _load_master(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
+            first = g
+            second = g
+            if first_ptr is not None:
+                first = _load_state(first_ptr, first_scale_ptr, start, n, FIRST_STATE, FIRST,
+                                    SOFT_CAST, FULL, BLOCK)  # fmt: skip
+            if second_ptr is not None:
+                second = _load_state(second_ptr, second_scale_ptr, start, n, SECOND_STATE, SECOND,
+                                     SOFT_CAST, FULL, BLOCK)  # fmt: skip
+            p, first, second = formula(p, g, first, second, row, RULE, FLAG, first_ptr is not None)
+            step = tl.load(row + STEP).to(tl.int64).to(tl.uint32)
+            key = (seed, step, index)  # of the random bits
+            if first_ptr is not None:
+                _write_state(first_ptr, first_scale_ptr, first, start, n, key, FIRST_STATE, FIRST,
+                             SOFT_CAST, FULL, BLOCK)  # fmt: skip
+            if second_ptr is not None:
+                _write_state(second_ptr, second_scale_ptr, second, start, n, key, SECOND_STATE,
+                             SECOND, SOFT_CAST, FULL, BLOCK)  # fmt: skip
+            _write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC,
+                         SOFT_CAST, FULL, BLOCK)  # fmt: skip
 
 
 def _update(rule: str, args: Any) -> None:

@@ -136,7 +136,7 @@ act_quantize_op = Op(
     reference=act_quantize_reference,
     fake=casts.fake,
     check=partial(_check, "act_quantize"),
-    triton="act_quantize",
+    triton="quantize",
 )
 
 act_backward_op = Op(
@@ -146,7 +146,7 @@ act_backward_op = Op(
     reference=act_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
-    triton="act_quantize",
+    triton="quantize",
 )
 
 

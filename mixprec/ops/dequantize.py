@@ -107,7 +107,7 @@ dequantize_mx_op = Op(
     reference=dequantize_mx_reference,
     fake=lambda args: args.data.new_empty(_shape(args.data, args.columns), dtype=args.dtype),
     check=_check_mx,
-    triton="dequantize_mx",
+    triton="dequantize",
 )
 
 

@@ -41,7 +41,7 @@ grad_stats_op = Op(
     "Tensor(c!)? counts) -> ()",
     reference=grad_stats_reference_,
     check=_check,
-    triton="grad_stats",
+    triton="unscale",
 )
 
 

@@ -177,7 +177,7 @@ norm_backward_op = Op(
     reference=norm_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
-    triton="norm_quantize",
+    triton="norm_backward",
 )
 
 

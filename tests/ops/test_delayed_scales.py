@@ -64,7 +64,7 @@ def test_against_plain_numbers(
 
 
 class DelayedScale(ctypes.Structure):
-    """csrc/cuda/scale/delayed_scales.cuh: struct DelayedScale."""
+    """csrc/cuda/scale/scale.cuh: struct DelayedScale."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("history", "scale", "amax")),
@@ -73,7 +73,7 @@ class DelayedScale(ctypes.Structure):
 
 
 class DelayedRule(ctypes.Structure):
-    """csrc/cuda/scale/delayed_scales.cuh: struct DelayedRule."""
+    """csrc/cuda/scale/scale.cuh: struct DelayedRule."""
 
     _fields_ = (
         *(("length", ctypes.c_int64), ("two_to_minus_margin", ctypes.c_float)),

@@ -7,6 +7,8 @@
 // (tests/emulated/shim/cuda/common/cvt.cuh).
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "math/convert.h"
 
 namespace mixprec::cuda::ptx {
@@ -117,6 +119,13 @@ __device__ __forceinline__ uint32_t fp16x2_of_e2m1x2(uint8_t codes) {
       : "=r"(pair)
       : "h"(static_cast<uint16_t>(codes)));
   return pair;
+}
+
+// 1 / x within one unit in the last place, x and 1 / x normal.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 }  // namespace mixprec::cuda::ptx

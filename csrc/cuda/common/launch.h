@@ -16,36 +16,39 @@ namespace mixprec::cuda {
 constexpr int kThreads = 256;    // per block, in all kernels but the GEMM
 constexpr int kBlocksPerSm = 8;  // of kThreads threads: all that an SM can hold
 
+// Where the kernels of an op run.
+struct Gpu {
+  int sms = 0;  // of the GPU
+  cudaStream_t stream = nullptr;
+};
+
+struct Grid {
+  int64_t blocks;
+  int threads = kThreads;  // of a block
+  int64_t smem = 0;        // bytes of dynamic shared memory, perhaps more than the default limit
+  int cluster = 0;         // blocks; 0: the kernel has no clusters
+};
+
 // kernel(args...) on `stream`. Returns errors of the launch, not of the execution.
 template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), int64_t grid, int block, int64_t smem,
-                   cudaStream_t stream, const Args&... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(block));
-  config.dynamicSmemBytes = static_cast<size_t>(smem);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-}
-
-// The same with more shared memory than the default limit, for blocks in clusters of `cluster`.
-template <class... Params, class... Args>
-cudaError_t launch_cluster(void (*kernel)(Params...), int64_t grid, int block, int64_t smem,
-                           int cluster, cudaStream_t stream, const Args&... args) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(smem));
-  if (error != cudaSuccess) return error;
+cudaError_t launch(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                   const Args&... args) {
+  if (grid.smem > 0) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             static_cast<int>(grid.smem));
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchAttribute shape = {};
   shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim.x = static_cast<unsigned>(cluster);
+  shape.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
   shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(block));
-  config.dynamicSmemBytes = static_cast<size_t>(smem);
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.smem);
   config.stream = stream;
   config.attrs = &shape;
-  config.numAttrs = 1;
+  config.numAttrs = grid.cluster > 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
@@ -68,12 +71,20 @@ inline int blocks_per_sm(const void* kernel, int threads) {
 
 // Blocks for a kernel that loops over `pieces`: at most as many as the GPU runs at once, so that
 // none waits for others to end; at least one. Without a kernel, of those that an SM could hold.
-inline int64_t grid_for(int64_t pieces, int sms, int per_sm = kBlocksPerSm) {
-  return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{sms} * per_sm));
+inline int64_t grid_for(int64_t pieces, const Gpu& gpu, int per_sm = kBlocksPerSm) {
+  return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{gpu.sms} * per_sm));
 }
 template <class... Params>
-int64_t grid_for(void (*kernel)(Params...), int64_t pieces, int sms, int threads = kThreads) {
-  return grid_for(pieces, sms, blocks_per_sm(reinterpret_cast<const void*>(kernel), threads));
+int64_t grid_for(void (*kernel)(Params...), int64_t pieces, const Gpu& gpu,
+                 int threads = kThreads) {
+  return grid_for(pieces, gpu, blocks_per_sm(reinterpret_cast<const void*>(kernel), threads));
+}
+
+// The launch of a kernel that loops over `pieces`.
+template <class... Params, class... Args>
+cudaError_t launch_over(void (*kernel)(Params...), int64_t pieces, const Gpu& gpu,
+                        const Args&... args) {
+  return launch(kernel, {grid_for(kernel, pieces, gpu)}, gpu.stream, args...);
 }
 
 }  // namespace mixprec::cuda

@@ -6,13 +6,14 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "arguments/check.h"
+#include "cuda/common/launch.h"
 
 namespace mixprec::cuda {
 
 using Tensors = std::vector<Tensor>;
 
-// Makes the device of `t` current while this object exists; holds its stream and number of SMs.
-class OnDevice {
+// Makes the device of `t` current while this object exists: that GPU, and its current stream.
+class OnDevice : public Gpu {
  public:
   explicit OnDevice(const Tensor& t) : guard_(checked(t).get_device_index()) {
     void* current = nullptr;
@@ -22,9 +23,6 @@ class OnDevice {
         cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, t.get_device_index());
     STD_TORCH_CHECK(error == cudaSuccess, "mixprec: CUDA: ", cudaGetErrorString(error));
   }
-
-  cudaStream_t stream = nullptr;
-  int sms = 0;
 
  private:
   static const Tensor& checked(const Tensor& t) {

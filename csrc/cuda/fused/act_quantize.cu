@@ -1,6 +1,6 @@
 // act_quantize and act_backward on CUDA tensors.
 #include "cuda/fused/act_quantize.cuh"
-#include "cuda/fused/arguments.h"
+#include "cuda/quantize/results.h"
 
 namespace mixprec::cuda {
 
@@ -19,8 +19,8 @@ Quantized act_quantize_op(Tensor x, MaybeTensor up, Text kind, ScalarType type, 
   x = checked(x, x, false, "act_quantize: x");
   up = checked_up(up, x, "act_quantize");
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
-  return quantized("act_quantize", x, cast, device.sms, [&](const Quantize& args) {
-    return act_quantize(floats(x), floats(up), activation, args, device.sms, device.stream);
+  return quantized("act_quantize", x, cast, device, [&](const Quantize& args) {
+    return act_quantize(floats(x), floats(up), activation, args, device);
   });
 }
 
@@ -39,11 +39,11 @@ act_backward_op(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, 
   g = checked(g, x, false, "act_backward: g");
   up = checked_up(up, x, "act_backward");
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
-  CastOnDevice dx = allocated("act_backward", x, cast, device.sms), dup = {};
+  CastOnDevice dx = allocated("act_backward", x, cast, device), dup = {};
   cast.scale = std::nullopt;  // it is dx's
-  if (up.has_value()) dup = allocated("act_backward", x, cast, device.sms);
+  if (up.has_value()) dup = allocated("act_backward", x, cast, device);
   check_launch(act_backward(floats(g), floats(x), floats(up), activation, dx.args,
-                            up.has_value() ? &dup.args : nullptr, device.sms, device.stream),
+                            up.has_value() ? &dup.args : nullptr, device),
                "act_backward");
   return std::tuple_cat(dx.results, up.has_value() ? dup.results : nothing(x, type));
 }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/fused/activate.cuh"
-#include "cuda/fused/cast_from.cuh"
-#include "cuda/fused/computed.cuh"
+#include "cuda/quantize/quantize.cuh"
+#include "cuda/quantize/source.cuh"
 
 namespace mixprec::cuda {
 
@@ -84,18 +84,17 @@ struct ActivatedGradients : Computed {
 };
 
 inline cudaError_t act_quantize(const Floats& x, const Floats& up, Activation kind,
-                                const Quantize& args, int sms, cudaStream_t stream) {
+                                const Quantize& args, const Gpu& gpu) {
   Activated source = {{all_aligned({x.data, up.data})}, x, up, kind};
-  return cast_from(source, {{args}}, sms, stream);
+  return quantize_from(source, {{args}}, gpu);
 }
 
 // dx, dup: the casts of the gradients; dup null: not wanted.
 inline cudaError_t act_backward(const Floats& g, const Floats& x, const Floats& up, Activation kind,
-                                const Quantize& dx, const Quantize* dup, int sms,
-                                cudaStream_t stream) {
+                                const Quantize& dx, const Quantize* dup, const Gpu& gpu) {
   bool wide = all_aligned({g.data, x.data, up.data});
   ActivatedGradients source = {{wide}, g, x, up, kind, dup != nullptr};
-  return cast_from(source, {{dx, dup != nullptr ? *dup : Quantize{}}}, sms, stream);
+  return quantize_from(source, {{dx, dup != nullptr ? *dup : Quantize{}}}, gpu);
 }
 
 }  // namespace mixprec::cuda

@@ -1,7 +1,7 @@
 // norm_quantize and norm_backward on CUDA tensors.
-#include "cuda/fused/arguments.h"
 #include "cuda/fused/norm_backward.cuh"
 #include "cuda/fused/norm_quantize.cuh"
+#include "cuda/quantize/results.h"
 
 namespace mixprec::cuda {
 
@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
                                       : empty_on(x, {0}, x.scalar_type());
   Tensor mean = vector_on(x, rows, subtract_mean), rstd = vector_on(x, rows, true);
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
-  Quantized q = quantized("norm_quantize", x, cast, device.sms, [&](const Quantize& args) {
+  Quantized q = quantized("norm_quantize", x, cast, device, [&](const Quantize& args) {
     NormRows all = {{args.rows, args.cols, false},
                     floats(x),
                     floats(residual),
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
                     static_cast<float>(eps),
                     vector_of(mean, subtract_mean),
                     fp32_of(rstd)};
-    return norm_quantize(all, args, device.sms, device.stream);
+    return norm_quantize(all, args, device);
   });
   return std::tuple_cat(q, std::make_tuple(total, mean, rstd));
 }
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor g, Tensor x, MaybeTen
                      nullptr};
   Tensor bands = vector_on(x, 2 * a.bands_down() * cols, any);
   a.bands = fp32_of(bands);
-  check_launch(norm_backward(a, device.sms, device.stream), "norm_backward");
+  check_launch(norm_backward(a, device), "norm_backward");
   return {dx, dweight, dbias};
 }
 

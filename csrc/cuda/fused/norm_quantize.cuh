@@ -2,8 +2,8 @@
 // for the casts that need more than a row.
 #pragma once
 
-#include "cuda/fused/cast_from.cuh"
 #include "cuda/fused/norm_rows.cuh"
+#include "cuda/quantize/quantize.cuh"
 
 namespace mixprec::cuda {
 
@@ -56,7 +56,7 @@ struct Norm : Computed {
 
 // rows: those of the matrix that is cast. One launch, and that of the cast unless the scales are of
 // rows, without a transpose; then a tiny one that finds the amax.
-inline cudaError_t norm_quantize(NormRows rows, const Quantize& a, int sms, cudaStream_t stream) {
+inline cudaError_t norm_quantize(NormRows rows, const Quantize& a, const Gpu& gpu) {
   const void* normalized = rows.total != nullptr ? rows.total : rows.x.data;
   bool by_runs = rows.cols % kRowRun == 0;
   rows.wide = by_runs && all_aligned({rows.x.data, rows.residual.data, rows.total});
@@ -68,19 +68,18 @@ inline cudaError_t norm_quantize(NormRows rows, const Quantize& a, int sms, cuda
   bool whole = rows.x.dtype != Dtype::f32 && rows.held() && rows.wide && rows.wide_vectors &&
                (!casts || all_aligned({a.q}));
   int64_t blocks = 0;
-  auto run = [&](auto tq) {
-    using Q = typename decltype(tq)::type;
+  auto run = [&]<class Q>(Type<Q>) {
     auto kernel = whole ? norm_rows_kernel<Q, true> : norm_rows_kernel<Q, false>;
     int warps = static_cast<int>(rows.warps());
-    blocks = grid_for(kernel, (rows.rows + warps - 1) / warps, sms, warps * kWarp);
+    blocks = grid_for(kernel, (rows.rows + warps - 1) / warps, gpu, warps * kWarp);
     NormRowsOut<Q> out = {how,
                           casts ? static_cast<Q*>(a.q) : nullptr,
                           a.scale,
                           a.fmt_max(),
                           a.power_of_two_scale,
                           a.scale_inv,
-                          a.scratch + 2};
-    return launch(kernel, blocks, warps * kWarp, 0, stream, rows, rows.held(), rows.row_bytes(),
+                          a.partials()};
+    return launch(kernel, {blocks, warps * kWarp}, gpu.stream, rows, rows.held(), rows.row_bytes(),
                   out);
   };
   bool needs_type = casts && a.q_dtype != Dtype::f32;
@@ -91,8 +90,8 @@ inline cudaError_t norm_quantize(NormRows rows, const Quantize& a, int sms, cuda
   Norm source = {
       {wide}, {normalized, rows.x.dtype}, rows.weight, rows.bias, rows.mean, rows.rstd, rows.cols,
       blocks};
-  if (by_row) return finish_partials(source, {{a}}, blocks, stream);
-  return cast_from(source, {{a}}, sms, stream);
+  if (by_row) return finish_partials(source, Casts<Norm>{{a}}, blocks, gpu);
+  return quantize_from(source, {{a}}, gpu);
 }
 
 }  // namespace mixprec::cuda

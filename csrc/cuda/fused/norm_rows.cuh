@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/fused/computed.cuh"
 #include "cuda/quantize/amax.cuh"
-#include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize/source.cuh"
+#include "cuda/quantize/tile.cuh"
 #include "math/norm.h"
 #include "math/scale.h"
 
@@ -20,9 +20,6 @@ constexpr int kHeldBytes = 32 << 10;
 struct Rows {
   int64_t rows, cols;
   bool wide;  // runs of kRowRun are aligned
-
-  // Blocks of `warps` warps.
-  int64_t grid(int sms, int64_t warps) const { return grid_for((rows + warps - 1) / warps, sms); }
 
   // f(row) for each row of this warp
   template <class F>

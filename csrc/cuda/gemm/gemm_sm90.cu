@@ -3,11 +3,9 @@
 #include <string>
 
 #include "cuda/gemm/config/gemm_operand.h"
-#include "cuda/gemm/config/gemm_plan_text.h"
-#include "cuda/gemm/config/measured_tiles.h"
+#include "cuda/gemm/config/gemm_plan.h"
 #include "cuda/gemm/instances/gemm_instances.h"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
-#include "cuda/gemm/kernel/gemm_scales.cuh"
 #include "cuda/gemm/kernel/map_cache_sm90.h"
 
 namespace mixprec::cuda::sm90 {
@@ -43,18 +41,10 @@ const DeviceProperties& properties_of(int device) {
   return all[device];
 }
 
+// FP8 operands are K-major.
 template <class A, class B>
-Instance fp8_instance(int tile_config) {
-  constexpr Major k = Major::k;
-  switch (kTileConfigs[tile_config].accumulate) {
-    case Accumulate::direct:
-      return instance<A, B, k, k, Accumulate::direct>(tile_config);
-    case Accumulate::promoted:
-      return instance<A, B, k, k, Accumulate::promoted>(tile_config);
-    default:
-      return instance<A, B, k, k, Accumulate::scaled>(tile_config);
-  }
-}
+constexpr auto fp8_instance = instance<A, B, Major::k, Major::k, Accumulate::direct,
+                                       Accumulate::promoted, Accumulate::scaled>;
 
 template <class T>
 Instance wide_instance(int tile_config, Major a, Major b) {
@@ -96,53 +86,42 @@ TensorMap map_of(const Operand& x, const int (&box)[2], const char* op) {
       op);
 }
 
-// C [M, N], in rows of contiguous elements.
-struct Output {
-  void* data;
-  int64_t pitch;  // elements
-  Dtype dtype;
-  bool accumulate;
-};
-
 // Of C or C^T, whose rows are along dimension `rows`. A single row gets a pitch that TMA supports.
 int64_t pitch_of(const Tensor& out, int rows) {
   return out.size(rows) > 1 ? out.stride(rows) : round_up(out.size(1 - rows), 8);
 }
 
-GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out, bool fast_accum,
+GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Epilogue& e, bool fast_accum,
                           const DeviceProperties& gpu, const char* op) {
-  GemmProblem problem = {a.rows(), b.rows(), a.k(), a.dtype, b.dtype, out.dtype};
+  GemmProblem problem = {a.rows(), b.rows(), a.k(), a.dtype, b.dtype, e.out_dtype};
   problem.a_major = a.layout.major;
   problem.b_major = b.layout.major;
   problem.a_scale = a.granularity;
   problem.b_scale = b.granularity;
   problem.fast_accum = fast_accum;
-  problem.accumulate = out.accumulate;
+  problem.accumulate = e.accumulate;
   // TMA adds to memory in words of 16 bytes: to what lies beyond the end of a row too, if one ends
   // within a word (seen on an H100).
-  bool whole_words = !out.accumulate || b.rows() * element_size(out.dtype) % 16 == 0;
-  problem.out_aligned = whole_words && out.pitch * element_size(out.dtype) % 16 == 0 &&
-                        reinterpret_cast<uint64_t>(out.data) % 16 == 0;
+  int64_t size = element_size(e.out_dtype);
+  bool whole_words = !e.accumulate || b.rows() * size % 16 == 0;
+  problem.out_aligned =
+      whole_words && e.pitch * size % 16 == 0 && reinterpret_cast<uint64_t>(e.out) % 16 == 0;
   std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced(), measured_tiles.of(problem));
   if (plan) return *plan;
   STD_TORCH_CHECK(false, op, ": ", to_string(problem), reasons_against(problem, gpu, forced()));
 }
 
-TensorMap map_of(const Output& out, int64_t m, int64_t n, const char* op) {
-  int64_t size = element_size(out.dtype);
-  int box = static_cast<int>(128 / size);
-  return map_of({out.dtype, out.data, n, m, out.pitch * size, box, 64, true}, op);
-}
-
-bool has_scale_per_row_and_chunk(const Operand& x) {
-  return x.granularity == Granularity::block1x128;
+TensorMap map_of(const Epilogue& e, int64_t m, int64_t n, const char* op) {
+  int64_t size = element_size(e.out_dtype);
+  return map_of({e.out_dtype, e.out, n, m, e.pitch * size, static_cast<int>(128 / size), 64, true},
+                op);
 }
 
 // What to copy so that x's scales of 1 x 128 are outer-major; x then has the copy, which `room`
 // keeps.
 ScaleCopy copy_of_scales(Operand& x, int64_t rows_in_place, std::optional<Tensor>& room) {
   ScaleView from = x.scale;
-  if (!has_scale_per_row_and_chunk(x) || x.rows() <= rows_in_place ||
+  if (x.granularity != Granularity::block1x128 || x.rows() <= rows_in_place ||
       is_outer_major(from, x.rows())) {
     return {};
   }
@@ -159,25 +138,21 @@ TensorMap map_of_scales(const Operand& b, int box, const char* op) {
                 op);
 }
 
-// C (+)= a @ b. bias: [N] contiguous, or null.
-void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype bias_dtype,
-              bool fast_accum, const char* op) {
+// C (+)= a @ b, as `e` says but for the scales, which are those of a and b.
+void multiply(Operand a, Operand b, Epilogue e, bool fast_accum, const char* op) {
   int64_t m = a.rows(), n = b.rows();
   OnDevice device(a.tensor);
-  Epilogue epilogue = {out.data, out.pitch,  out.dtype, out.accumulate,
-                       bias,     bias_dtype, at_end(a), at_end(b)};
   if (a.k() == 0) {
     STD_TORCH_CHECK(m <= INT32_MAX && n <= INT32_MAX, op, ": M and N must fit into 32 bits");
-    epilogue.a_scale = epilogue.b_scale = {};
-    check_launch(gemm_finish(nullptr, 0, static_cast<int>(m), static_cast<int>(n), epilogue,
-                             device.sms, device.stream),
-                 op);
+    check_launch(gemm_finish(nullptr, 0, static_cast<int>(m), static_cast<int>(n), e, device), op);
     return;
   }
+  e.a_scale = a.scale_at_end();
+  e.b_scale = b.scale_at_end();
   arrange(a);
   arrange(b);
   GemmConfig plan =
-      plan_or_refuse(a, b, out, fast_accum, properties_of(a.tensor.get_device_index()), op);
+      plan_or_refuse(a, b, e, fast_accum, properties_of(a.tensor.get_device_index()), op);
   Instance kernel = instance_of(plan.tile_config, a, b);
   STD_TORCH_CHECK(kernel.run != nullptr, op, ": no kernel of tile config ", plan.tile_config);
 
@@ -188,14 +163,14 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
   args.chunks_per_split = plan.chunks_per_split;
   args.stages = plan.stages;
   args.tiles = plan.tiles;
-  args.epilogue = epilogue;
+  args.epilogue = e;
   args.tma_store = plan.tma_store;
   std::optional<Tensor> a_scales, b_scales;
   ScaleCopy a_copy = copy_of_scales(a, kRowsReadInPlace, a_scales);
-  check_launch(copy_scales(a_copy, copy_of_scales(b, 0, b_scales), device.sms, device.stream), op);
-  args.a_chunk = in_loop(a);
-  args.b_chunk = in_loop(b);
-  args.b_scale_by_column = has_scale_per_row_and_chunk(b);
+  check_launch(copy_scales(a_copy, copy_of_scales(b, 0, b_scales), device), op);
+  args.a_chunk = a.scale_in_loop();
+  args.b_chunk = b.scale_in_loop();
+  args.b_scale_by_column = b.granularity == Granularity::block1x128;
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {
     workspace = empty_on(a.tensor, {plan.workspace_bytes / 4}, ScalarType::Float);
@@ -204,13 +179,11 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
   TensorMaps maps = {};
   maps.a = map_of(a, kernel.a_box, op);
   maps.b = map_of(b, kernel.b_box, op);
-  if (args.tma_store) maps.out = map_of(out, m, n, op);
+  if (args.tma_store) maps.out = map_of(e, m, n, op);
   if (args.b_scale_by_column) maps.b_scale = map_of_scales(b, kernel.b_scale_box, op);
   check_launch(kernel.run(maps, args, plan.grid, device.stream), op);
   if (!workspace.has_value()) return;
-  check_launch(gemm_finish(args.partial, plan.tiles.splits, args.m, args.n, epilogue, device.sms,
-                           device.stream),
-               op);
+  check_launch(gemm_finish(args.partial, plan.tiles.splits, args.m, args.n, e, device), op);
 }
 
 void check_pair(const Operand& a, const Operand& b, const char* op) {
@@ -242,8 +215,10 @@ Tensor gemm_op(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_
   check_arch(a, "gemm");
   Tensor out = empty_on(a, {x.rows(), y.rows()}, out_type);
   if (out.numel() == 0) return out;
-  multiply(x, y, {out.mutable_data_ptr(), pitch_of(out, 0), out_dtype, false},
-           bias.has_value() ? bias->const_data_ptr() : nullptr, bias_dtype, fast_accum, "gemm");
+  const void* bias_data = bias.has_value() ? bias->const_data_ptr() : nullptr;
+  multiply(x, y,
+           {out.mutable_data_ptr(), pitch_of(out, 0), out_dtype, false, bias_data, bias_dtype},
+           fast_accum, "gemm");
   return out;
 }
 
@@ -264,8 +239,7 @@ void gemm_accumulate_op(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   // C is contiguous along M: compute C^T = b^T a^T, which is contiguous along N.
   if (!n_contiguous && m_contiguous) std::swap(x, y);
   int outer = !n_contiguous && m_contiguous ? 1 : 0;
-  multiply(x, y, {target.mutable_data_ptr(), pitch_of(target, outer), Dtype::f32, true}, nullptr,
-           Dtype::f32, false, op);
+  multiply(x, y, {target.mutable_data_ptr(), pitch_of(target, outer), Dtype::f32, true}, false, op);
   write_back(acc, target);
 }
 

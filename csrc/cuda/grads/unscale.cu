@@ -1,7 +1,6 @@
 // unscale_ and grad_stats_ on CUDA tensors.
 #include "arguments/step.h"
 #include "cuda/common/on_device.h"
-#include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 
 namespace mixprec::cuda {
@@ -34,8 +33,7 @@ void unscale_(Tensors grads, Tensor inv_scale, Tensor found_inf, MaybeTensor cou
   }
   Tensor scratch = chunk_scratch(list, found_inf, counted != nullptr ? 1 : 0, "unscale_");
   ChunkStats chunks = {nullptr, static_cast<uint64_t*>(scratch.mutable_data_ptr())};
-  check_launch(unscale(list, read_fp32(inv_scale), fp32_of(found_inf), counted, chunks, device.sms,
-                       device.stream),
+  check_launch(unscale(list, read_fp32(inv_scale), fp32_of(found_inf), counted, chunks, device),
                "unscale_");
   for (size_t i = 0; i < grads.size(); ++i) write_back(grads[i], flat[i]);
 }
@@ -58,10 +56,9 @@ void grad_stats_(Tensors grads, MaybeTensor inv_scale, Tensor found_inf, Tensor 
   double* sums = static_cast<double*>(scratch.mutable_data_ptr());
   ChunkStats chunks = {sums, reinterpret_cast<uint64_t*>(sums + chunks_in(list))};
   const float* s = inv_scale.has_value() ? read_fp32(*inv_scale) : nullptr;
-  check_launch(
-      grad_stats(list, s, fp32_of(found_inf), static_cast<double*>(sum_sq.mutable_data_ptr()),
-                 counted, chunks, device.sms, device.stream),
-      "grad_stats_");
+  check_launch(grad_stats(list, s, fp32_of(found_inf),
+                          static_cast<double*>(sum_sq.mutable_data_ptr()), counted, chunks, device),
+               "grad_stats_");
 }
 
 }  // namespace

@@ -6,12 +6,51 @@
 
 #include <vector>
 
-#include "cuda/common/group.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/common/tensor_list.cuh"
-#include "cuda/optim/count_steps.cuh"
-#include "cuda/optim/state8.cuh"
+#include "cuda/optim/group.cuh"
+#include "math/step.h"
 
 namespace mixprec::cuda {
+
+// The arguments that all tensors of a call share.
+struct StepArgs {
+  float* steps;  // [tensors]
+  // Device memory, one element each. If null: the rule's lr (at most one of the two is not null),
+  // 1, 1, 0.
+  const float* lr_f32;
+  const double* lr_f64;
+  const float *inv_scale, *clip, *found_inf;
+  double max_value;
+  bool maximize, stochastic_rounding;
+  int64_t seed;
+
+  __device__ __forceinline__ bool skip() const {
+    return found_inf != nullptr && *found_inf != 0.0f;
+  }
+};
+
+// The count of one tensor's step, and its constants.
+template <class Rule>
+struct StepOfTensor {
+  StepConstants<Rule> constants;
+  int64_t step;
+};
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads)
+    count_steps_kernel(Rule rule, const StepArgs args, int count, StepOfTensor<Rule>* result) {
+  int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= count || args.skip()) return;
+  float steps = args.steps[i] + 1.0f;
+  args.steps[i] = steps;
+  if (args.lr_f32 != nullptr) rule.lr = *args.lr_f32;
+  if (args.lr_f64 != nullptr) rule.lr = *args.lr_f64;
+  GradSettings grad = {args.inv_scale != nullptr ? *args.inv_scale : 1.0,
+                       args.clip != nullptr ? *args.clip : 1.0, args.max_value, args.maximize};
+  int64_t step = static_cast<int64_t>(steps);
+  result[i] = {step_constants(rule, grad, step), step};
+}
 
 // kState, kState + 1: the states; kScale, kScale + 1: the scales of those in 8 bits.
 enum StepArray { kParam, kGrad, kMaster, kState, kScale = kState + 2 };
@@ -230,11 +269,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
 // of_tensors: scratch, one entry per tensor.
 template <class Rule>
 cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
-                 StepOfTensor<Rule>* of_tensors, int sms, cudaStream_t stream) {
+                 StepOfTensor<Rule>* of_tensors, const Gpu& gpu) {
   int count = static_cast<int>(tensors.size());
   if (count == 0) return cudaSuccess;
-  cudaError_t error = launch(count_steps_kernel<Rule>, (count + kThreads - 1) / kThreads, kThreads,
-                             0, stream, rule, args, count, of_tensors);
+  cudaError_t error = launch(count_steps_kernel<Rule>, {(count + kThreads - 1) / kThreads},
+                             gpu.stream, rule, args, count, of_tensors);
   for (bool wide : {false, true}) {
     if (error != cudaSuccess) return error;
     auto entry = [&](int64_t i, TensorEntry<kStepArrays, kStepTags>& e) {
@@ -252,8 +291,7 @@ cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const
     };
     auto* kernel = wide ? step_kernel<Rule, double> : step_kernel<Rule, float>;
     error = for_lists<kStepArrays, kStepTags>(count, entry, [&](const StepLaunch& list) {
-      return launch(kernel, grid_for(kernel, list.chunks(), sms), kThreads, 0, stream, list, rule,
-                    args, of_tensors);
+      return launch_over(kernel, list.chunks(), gpu, list, rule, args, of_tensors);
     });
   }
   return error;

@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t
   Tensor ranges = empty_on(x, {packed_groups(n), 2}, ScalarType::BFloat16);
   check_launch(
       pack(dtype, bits, x.const_data_ptr(), static_cast<uint8_t*>(codes.mutable_data_ptr()),
-           static_cast<Bf16*>(ranges.mutable_data_ptr()), n, random, device.sms, device.stream),
+           static_cast<Bf16*>(ranges.mutable_data_ptr()), n, random, device),
       "pack");
   return {codes, ranges};
 }
@@ -35,10 +35,10 @@ Tensor unpack_op(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t>
   codes = row_major(codes);
   ranges = row_major(ranges);
   Tensor y = empty_on(codes, shape, type);
-  check_launch(unpack(dtype, bits, static_cast<const uint8_t*>(codes.const_data_ptr()),
-                      static_cast<const Bf16*>(ranges.const_data_ptr()), y.mutable_data_ptr(), n,
-                      device.sms, device.stream),
-               "unpack");
+  check_launch(
+      unpack(dtype, bits, static_cast<const uint8_t*>(codes.const_data_ptr()),
+             static_cast<const Bf16*>(ranges.const_data_ptr()), y.mutable_data_ptr(), n, device),
+      "unpack");
   return y;
 }
 

@@ -2,10 +2,10 @@
 // bits in one evaluation; 8 threads have a group, and exchange what it shares.
 #pragma once
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/vec.cuh"
-#include "cuda/quantize/cast.cuh"
 #include "dispatch.h"
 #include "math/pack.h"
 #include "math/philox.h"
@@ -150,29 +150,26 @@ auto with_bits(int64_t bits, const F& f) {
 }
 
 inline cudaError_t pack(Dtype dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges,
-                        int64_t count, const PackRandom& random, int sms, cudaStream_t stream) {
+                        int64_t count, const PackRandom& random, const Gpu& gpu) {
   if (count == 0) return cudaSuccess;
   int64_t blocks = (packed_groups(count) * kRunsOfGroup + kThreads - 1) / kThreads;
-  return with_float(dtype, [&](auto t) {
-    return with_bits(bits, [&](auto b) {
-      using X = typename decltype(t)::type;
-      auto* kernel = pack_kernel<X, decltype(b)::value>;
-      return launch(kernel, grid_for(kernel, blocks, sms), kThreads, 0, stream,
-                    static_cast<const X*>(x), codes, ranges, count, random);
+  return with_float(dtype, [&]<class X>(Type<X>) {
+    return with_bits(bits, [&]<int n>(Int<n>) {
+      auto* kernel = pack_kernel<X, n>;
+      return launch_over(kernel, blocks, gpu, static_cast<const X*>(x), codes, ranges, count,
+                         random);
     });
   });
 }
 
 inline cudaError_t unpack(Dtype dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges,
-                          void* y, int64_t count, int sms, cudaStream_t stream) {
+                          void* y, int64_t count, const Gpu& gpu) {
   if (count == 0) return cudaSuccess;
   int64_t blocks = (count + kRun * kThreads - 1) / (kRun * kThreads);
-  return with_float(dtype, [&](auto t) {
-    return with_bits(bits, [&](auto b) {
-      using Y = typename decltype(t)::type;
-      auto* kernel = unpack_kernel<Y, decltype(b)::value>;
-      return launch(kernel, grid_for(kernel, blocks, sms), kThreads, 0, stream, codes, ranges,
-                    static_cast<Y*>(y), count);
+  return with_float(dtype, [&]<class Y>(Type<Y>) {
+    return with_bits(bits, [&]<int n>(Int<n>) {
+      auto* kernel = unpack_kernel<Y, n>;
+      return launch_over(kernel, blocks, gpu, codes, ranges, static_cast<Y*>(y), count);
     });
   });
 }

@@ -4,8 +4,8 @@
 // integer is the amax, in any order of reduction.
 #pragma once
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/quantize/cast.cuh"
 #include "cuda/quantize/source.cuh"
 #include "dispatch.h"
 
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t largest[Source::kOutputs] = {};
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   for_each<n>(source.template span<n>(count), first, int64_t{gridDim.x} * kThreads,
-              [&](auto width, int64_t i) {
-                typename Source::Element in[Source::kOutputs][decltype(width)::value];
+              [&]<int width>(Int<width>, int64_t i) {
+                typename Source::Element in[Source::kOutputs][width];
                 source.load(i, for_load(in));
                 for_outputs(source, [&](int k) { largest[k] = largest_of(in[k], largest[k]); });
               });
@@ -93,11 +93,40 @@ static __global__ void __launch_bounds__(kThreads)
 }
 
 // 32-bit words of scratch for the maxima of the blocks of any launch.
-inline int64_t partials_for(int sms) { return int64_t{sms} * kBlocksPerSm; }
+inline int64_t partials_for(const Gpu& gpu) { return int64_t{gpu.sms} * kBlocksPerSm; }
 
 template <class Source>
-int64_t amax_grid(int64_t count, int sms) {
-  return grid_for(amax_kernel<Source>, count / kAmaxRun<Source> / kThreads, sms);
+int64_t amax_grid(int64_t count, const Gpu& gpu) {
+  return grid_for(amax_kernel<Source>, count / kAmaxRun<Source> / kThreads, gpu);
+}
+
+// casts: with `amax`, and the maxima of `blocks` blocks as partials(), for each output
+template <class Source, class Cast>
+AmaxOfPartials maxima_of(const Source& source, const PerOutput<Source, Cast>& casts) {
+  AmaxOfPartials of = {};
+  for (int k = 0; k < source.outputs(); ++k) {
+    of.partials[k] = casts.of[k].partials();
+    of.amax[k] = casts.of[k].amax;
+  }
+  return of;
+}
+template <class Source, class Cast>
+cudaError_t finish_partials(const Source& source, const PerOutput<Source, Cast>& casts,
+                            int64_t blocks, const Gpu& gpu) {
+  return launch(amax_of_partials_kernel, {source.outputs()}, gpu.stream, maxima_of(source, casts),
+                blocks);
+}
+
+// Also for count = 0: amax 0. partials: scratch of partials_for(gpu).
+template <class X>
+cudaError_t amax(const X* x, int64_t count, uint32_t* partials, float* amax, const Gpu& gpu) {
+  Plain<X> source = {x};
+  int64_t blocks = amax_grid<Plain<X>>(count, gpu);
+  cudaError_t error = launch(amax_kernel<Plain<X>>, {blocks}, gpu.stream, source, count,
+                             PerOutput<Plain<X>, AmaxOut>{{{nullptr, partials, nullptr}}});
+  if (error != cudaSuccess) return error;
+  return launch(amax_of_partials_kernel, {1}, gpu.stream, AmaxOfPartials{{partials}, {amax}},
+                blocks);
 }
 
 }  // namespace mixprec::cuda

@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   Span span = split<n>(count, data, out);
   // Then n consecutive elements are in one row and in one block.
   if (by_blocks && (span.head != 0 || grid.cols % n != 0)) span = {count, 0, 0};
-  auto multiply = [&](auto width, auto packs, int64_t i, int64_t step) {
-    constexpr int size = decltype(width)::value, together = decltype(packs)::value;
+  auto multiply = [&]<int size, int together>(Int<size>, Int<together>, int64_t i, int64_t step) {
     Q in[together][size];
     float s[together];
 #pragma unroll
@@ -71,18 +70,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // One scale if grid.rows_each is 0.
 inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* data, void* out,
-                              int64_t count, const ScaleGrid& grid, int sms, cudaStream_t stream) {
+                              int64_t count, const ScaleGrid& grid, const Gpu& gpu) {
   if (count == 0) return cudaSuccess;
-  return with_low(data_dtype, [&](auto tq) {
-    return with_float(out_dtype, [&](auto to) {
-      using Q = typename decltype(tq)::type;
-      using O = typename decltype(to)::type;
+  return with_low(data_dtype, [&]<class Q>(Type<Q>) {
+    return with_float(out_dtype, [&]<class O>(Type<O>) {
       bool by_blocks = grid.rows_each != 0;
       auto kernel = by_blocks ? dequantize_kernel<Q, O, true> : dequantize_kernel<Q, O, false>;
       int packs = by_blocks ? kDequantizePacks<true> : kDequantizePacks<false>;
       int64_t pieces = count / (kDequantizeRun<Q, O> * packs) / kThreads;
-      return launch(kernel, grid_for(kernel, pieces, sms), kThreads, 0, stream,
-                    static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
+      return launch_over(kernel, pieces, gpu, static_cast<const Q*>(data), static_cast<O*>(out),
+                         count, grid);
     });
   });
 }

@@ -1,7 +1,7 @@
 // amax, quantize and dequantize on CUDA tensors.
-#include "cuda/quantize/amax_array.cuh"
-#include "cuda/quantize/arrays.cuh"
+#include "cuda/quantize/amax.cuh"
 #include "cuda/quantize/dequantize.cuh"
+#include "cuda/quantize/quantize.cuh"
 #include "cuda/quantize/results.h"
 
 namespace mixprec::cuda {
@@ -13,10 +13,12 @@ Tensor amax_op(Tensor x) {
   OnDevice device(x);
   x = dense(x);
   Tensor result = empty_on(x, {}, ScalarType::Float);
-  Tensor partials = words_on(x, partials_for(device.sms));
-  check_launch(amax(dtype, x.const_data_ptr(), x.numel(), words_of(partials), fp32_of(result),
-                    device.sms, device.stream),
-               "amax");
+  Tensor partials = words_on(x, partials_for(device));
+  cudaError_t error = with_float(dtype, [&]<class X>(Type<X>) {
+    auto* data = static_cast<const X*>(x.const_data_ptr());
+    return amax(data, x.numel(), words_of(partials), fp32_of(result), device);
+  });
+  check_launch(error, "amax");
   return result;
 }
 
@@ -29,8 +31,11 @@ Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpo
   OnDevice device(x);
   x = row_major(x);
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
-  return quantized("quantize", x, cast, device.sms, [&](const Quantize& args) {
-    return quantize(from, x.const_data_ptr(), args, device.sms, device.stream);
+  return quantized("quantize", x, cast, device, [&](const Quantize& args) {
+    return with_float(from, [&]<class X>(Type<X>) {
+      Plain<X> source = {static_cast<const X*>(x.const_data_ptr())};
+      return quantize_from(source, {{args}}, device);
+    });
   });
 }
 
@@ -53,7 +58,7 @@ Tensor dequantize_op(Tensor data, Tensor scale_inv, ScalarType type) {
   data = row_major(data);
   Tensor out = empty_on(data, data.sizes(), type);
   check_launch(dequantize(from, to, data.const_data_ptr(), out.mutable_data_ptr(), data.numel(),
-                          grid, device.sms, device.stream),
+                          grid, device),
                "dequantize");
   return out;
 }

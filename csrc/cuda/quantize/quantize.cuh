@@ -1,10 +1,10 @@
 // quantize on the GPU: which kernels run for which granularity. Scratch memory need not be cleared.
 #pragma once
 
-#include "cuda/quantize/quantize_blocks.cuh"
 #include "cuda/quantize/quantize_rows.cuh"
 #include "cuda/quantize/quantize_tensor.cuh"
 #include "cuda/quantize/quantize_tiles.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
 
 namespace mixprec::cuda {
 
@@ -27,14 +27,15 @@ struct Quantize {
   int64_t across() const { return (cols + kTile - 1) / kTile; }
   bool is_fp8() const { return q_dtype == Dtype::e4m3 || q_dtype == Dtype::e5m2; }
   bool by_lines() const { return granularity == Granularity::row && transpose; }
-  // For the kernels with a scale per row or block; 0 means a scale of 1.
-  float fmt_max() const { return is_fp8() ? format_max(q_dtype) : 0.0f; }
+  float fmt_max() const { return is_fp8() ? format_max(q_dtype) : 0.0f; }  // 0: a scale of 1
+  CastByParts by_parts() const { return {rows, cols, fmt_max(), power_of_two_scale}; }
+  uint32_t* partials() const { return scratch + 2; }
 };
 
 // An AmaxState, the maxima of the blocks, and for rows with transpose the maxima of the rows and
 // columns of the tiles and the resulting scales.
-inline int64_t scratch_words(const Quantize& a, int sms) {
-  int64_t words = 2 + partials_for(sms);
+inline int64_t scratch_words(const Quantize& a, const Gpu& gpu) {
+  int64_t words = 2 + partials_for(gpu);
   if (a.by_lines()) words += a.rows * (a.across() + 1) + a.cols * (a.down() + 1);
   return words;
 }
@@ -51,28 +52,9 @@ auto of_casts(const Source& source, const Casts<Source>& casts, const F& f) {
   return result;
 }
 
-template <class Source>
-AmaxOfPartials maxima_of(const Source& source, const Casts<Source>& casts) {
-  AmaxOfPartials of = {};
-  for (int k = 0; k < source.outputs(); ++k) {
-    of.partials[k] = casts.of[k].scratch + 2;
-    of.amax[k] = casts.of[k].amax;
-  }
-  return of;
-}
-
-// blocks: of each output
-template <class Source>
-cudaError_t finish_partials(const Source& source, const Casts<Source>& casts, int64_t blocks,
-                            cudaStream_t stream) {
-  return launch(amax_of_partials_kernel, source.outputs(), kThreads, 0, stream,
-                maxima_of(source, casts), blocks);
-}
-
 // Two launches, with or without given scales; one if the maxima are there.
 template <class Q, class Source>
-cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, int sms,
-                            cudaStream_t stream) {
+cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
   const Quantize& a = casts.of[0];
   int64_t count = a.rows * a.cols, searched = a.is_fp8() ? count : 0;
   int64_t blocks = 0;
@@ -80,22 +62,20 @@ cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, in
   if constexpr (Source::kSearched) {
     blocks = source.searched_blocks;
   } else {
-    blocks = amax_grid<Source>(searched, sms);
+    blocks = amax_grid<Source>(searched, gpu);
     // A given scale is 0, and x searched, in the first step only: fewer blocks that just look at
     // it.
-    if (a.scale != nullptr) blocks = std::min<int64_t>(blocks, sms);
-    auto maxima = of_casts(source, casts, [&](const Quantize& a) {
-      return AmaxOut{a.scale, a.scratch + 2, state(a)};
-    });
-    cudaError_t error =
-        launch(amax_kernel<Source>, blocks, kThreads, 0, stream, source, searched, maxima);
+    if (a.scale != nullptr) blocks = std::min<int64_t>(blocks, gpu.sms);
+    auto maxima = of_casts(
+        source, casts, [&](const Quantize& a) { return AmaxOut{a.scale, a.partials(), state(a)}; });
+    cudaError_t error = launch(amax_kernel<Source>, {blocks}, gpu.stream, source, searched, maxima);
     if (error != cudaSuccess) return error;
   }
   auto out = of_casts(source, casts, [&](const Quantize& a) {
     return TensorOut<Q>{
         static_cast<Q*>(a.q),
         static_cast<Q*>(a.q_t),
-        {a.scale, a.fmt_max(), a.power_of_two_scale, a.scratch + 2, static_cast<int>(blocks),
+        {a.scale, a.fmt_max(), a.power_of_two_scale, a.partials(), static_cast<int>(blocks),
          a.scale_inv, a.amax, state(a), Source::kSearched}};
   });
   if constexpr (sizeof(Q) < 4) {
@@ -103,80 +83,66 @@ cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, in
     int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
     if (a.transpose) {
       auto* kernel = quantize_transpose_kernel<Source, Q>;
-      return launch(kernel, grid_for(kernel, tiles, sms), kThreads, 0, stream, source, a.rows,
-                    a.cols, out);
+      return launch_over(kernel, tiles, gpu, source, a.rows, a.cols, out);
     }
   }
   if (Source::kSearched && !a.is_fp8()) count = 0;  // it has been cast
   auto* kernel = quantize_kernel<Source, Q>;
-  return launch(kernel, grid_for(kernel, count / kVector<Q> / kThreads, sms), kThreads, 0, stream,
-                source, count, out);
+  return launch_over(kernel, count / kVector<Q> / kThreads, gpu, source, count, out);
 }
 
-// Two launches: the cast, and the reduction of the maxima of its blocks.
+// Rows or blocks of 1 x 128. Two launches: the cast, and the reduction of the maxima of its blocks.
 template <class Q, class Source>
-cudaError_t quantize_rows(const Source& source, const Casts<Source>& casts, int sms,
-                          cudaStream_t stream) {
+cudaError_t quantize_rows(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
   const Quantize& a = casts.of[0];
-  // One block per short row would leave most of its threads idle.
-  bool is_short = a.cols < 4 * kThreads;
-  int64_t at_once = is_short ? kThreads / kWarp : 1;
-  auto* kernel =
-      is_short ? quantize_rows_kernel<Source, Q, kWarp> : quantize_rows_kernel<Source, Q, kThreads>;
-  int64_t blocks = grid_for(kernel, (a.rows + at_once - 1) / at_once, sms);
   auto out = of_casts(source, casts, [](const Quantize& a) {
-    return RowsOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.scratch + 2};
+    return RowsOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.partials()};
   });
-  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols,
-                             a.fmt_max(), a.power_of_two_scale, out);
-  return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
-}
-
-// The same, of blocks of 1 x 128.
-template <class Q, class Source>
-cudaError_t quantize_blocks(const Source& source, const Casts<Source>& casts, int sms,
-                            cudaStream_t stream) {
-  using Lanes = BlockLanes<Source>;
-  const Quantize& a = casts.of[0];
-  auto* kernel = quantize_blocks_kernel<Source, Q>;
-  int64_t pieces = a.rows * a.across() / (Lanes::kTogether * Lanes::kLoads);
-  int64_t blocks = grid_for(kernel, pieces, sms);
-  auto out = of_casts(source, casts, [](const Quantize& a) {
-    return BlocksOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.scratch + 2};
-  });
-  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols,
-                             a.fmt_max(), a.power_of_two_scale, out);
-  return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
+  auto run = [&](auto* kernel, int64_t pieces) {
+    int64_t blocks = grid_for(kernel, pieces, gpu);
+    cudaError_t error = launch(kernel, {blocks}, gpu.stream, source, a.by_parts(), out);
+    return error != cudaSuccess ? error : finish_partials(source, casts, blocks, gpu);
+  };
+  if (a.granularity == Granularity::block1x128) {
+    using Lanes = BlockLanes<Source>;
+    return run(quantize_blocks_kernel<Source, Q>,
+               a.rows * a.across() / (Lanes::kTogether * Lanes::kLoads));
+  }
+  if constexpr (!Source::kSearched) {  // which has cast the rows
+    if (a.cols >= 4 * kThreads) return run(quantize_rows_kernel<Source, Q, kThreads>, a.rows);
+    // One block per short row would leave most of its threads idle.
+    constexpr int64_t at_once = kThreads / kWarp;
+    return run(quantize_rows_kernel<Source, Q, kWarp>, (a.rows + at_once - 1) / at_once);
+  }
+  return cudaErrorInvalidValue;
 }
 
 // Blocks: two launches, as above. Rows and columns: three, the maxima, the scales, the cast.
 template <class Q, class Source>
-cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int sms,
-                           cudaStream_t stream) {
+cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
   const Quantize& a = casts.of[0];
   int outputs = source.outputs();
   int64_t tiles = a.down() * a.across();
   auto out = of_casts(source, casts, [&](const Quantize& a) {
     TilesOut to = {};
     to.q = a.q, to.q_t = a.transpose ? a.q_t : nullptr;
-    to.scale_inv = a.scale_inv, to.scale_inv_t = a.scale_inv_t, to.partials = a.scratch + 2;
+    to.scale_inv = a.scale_inv, to.scale_inv_t = a.scale_inv_t, to.partials = a.partials();
     return to;
   });
   if (!a.by_lines()) {
     auto* kernel = a.granularity == Granularity::block1x128
                        ? quantize_tiles_kernel<Source, Q, TileScales::lines>
                        : quantize_tiles_kernel<Source, Q, TileScales::squares>;
-    int64_t blocks = grid_for(kernel, tiles, sms);
-    cudaError_t error = launch(kernel, blocks * outputs, kThreads, 0, stream, source, a.rows,
-                               a.cols, a.fmt_max(), a.power_of_two_scale, out);
-    return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
+    int64_t blocks = grid_for(kernel, tiles, gpu);
+    cudaError_t error = launch(kernel, {blocks * outputs}, gpu.stream, source, a.by_parts(), out);
+    return error != cudaSuccess ? error : finish_partials(source, casts, blocks, gpu);
   }
   PerOutput<Source, TileMaxima> maxima = {};
   LineScales lines = {{}, {}, maxima_of(source, casts)};
   for (int k = 0; k < outputs; ++k) {
     const Quantize& cast = casts.of[k];
-    uint32_t* partials = cast.scratch + 2;
-    uint32_t* row_max = partials + partials_for(sms);
+    uint32_t* partials = cast.partials();
+    uint32_t* row_max = partials + partials_for(gpu);
     uint32_t* col_max = row_max + a.rows * a.across();
     float* row_scale = reinterpret_cast<float*>(col_max + a.cols * a.down());
     float* col_scale = row_scale + a.rows;
@@ -187,44 +153,56 @@ cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int
     out.of[k].col_scale = col_scale;
     out.of[k].amax = cast.amax;
   }
-  int64_t blocks = grid_for(tile_maxima_kernel<Source>, tiles, sms);
-  cudaError_t error = launch(tile_maxima_kernel<Source>, blocks * outputs, kThreads, 0, stream,
-                             source, a.rows, a.cols, maxima);
+  int64_t blocks = grid_for(tile_maxima_kernel<Source>, tiles, gpu);
+  cudaError_t error = launch(tile_maxima_kernel<Source>, {blocks * outputs}, gpu.stream, source,
+                             a.rows, a.cols, maxima);
   if (error != cudaSuccess) return error;
   int64_t threads = std::max<int64_t>(1, a.rows + a.cols);
-  error = launch(line_scales_kernel, (threads + kThreads - 1) / kThreads * outputs, kThreads, 0,
-                 stream, lines, outputs, a.fmt_max(), a.power_of_two_scale, blocks);
+  error = launch(line_scales_kernel, {(threads + kThreads - 1) / kThreads * outputs}, gpu.stream,
+                 lines, outputs, a.by_parts(), blocks);
   if (error != cudaSuccess) return error;
   auto* kernel = quantize_tiles_kernel<Source, Q, TileScales::known>;
-  return launch(kernel, grid_for(kernel, tiles, sms) * outputs, kThreads, 0, stream, source, a.rows,
-                a.cols, a.fmt_max(), a.power_of_two_scale, out);
+  return launch(kernel, {grid_for(kernel, tiles, gpu) * outputs}, gpu.stream, source, a.by_parts(),
+                out);
+}
+
+// MX, of what a fused op computes.
+inline QuantizeMx mx_cast(const Quantize& a) {
+  BlockFormat format = a.q_dtype == Dtype::e4m3 ? BlockFormat::mxfp8_e4m3 : BlockFormat::mxfp8_e5m2;
+  auto lines = [](void* q, float* scale_inv, int64_t lines, int64_t length, Stream stream) {
+    return MxLines{static_cast<uint8_t*>(q), reinterpret_cast<uint8_t*>(scale_inv), lines, length,
+                   stream};
+  };
+  return {format,
+          scale_rule(format, ScaleMode::rceil, 0.0f, false),
+          lines(a.q, a.scale_inv, a.rows, a.cols, kParamStream),
+          lines(a.q_t, a.scale_inv_t, a.cols, a.rows, kFirstStateStream),
+          a.transpose,
+          false,
+          nullptr,
+          a.amax,
+          nullptr,
+          a.scratch};
 }
 
 // Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.
 template <class Source>
-cudaError_t quantize_from(const Source& source, const Casts<Source>& casts, int sms,
-                          cudaStream_t stream) {
+cudaError_t quantize_from(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
   const Quantize& a = casts.of[0];
-  auto run = [&](auto tq) {
-    using Q = typename decltype(tq)::type;
-    if (a.granularity == Granularity::tensor) {
-      return quantize_tensor<Q>(source, casts, sms, stream);
+  if constexpr (Source::kFused) {
+    if (a.granularity == Granularity::mx) {
+      return quantize_mx_from(source, of_casts(source, casts, mx_cast), gpu);
     }
+    if (a.q_dtype == Dtype::f32) return quantize_tensor<float>(source, casts, gpu);
+  }
+  return with_low(a.q_dtype, [&]<class Q>(Type<Q>) {
+    if (a.granularity == Granularity::tensor) return quantize_tensor<Q>(source, casts, gpu);
     if constexpr (sizeof(Q) == 1) {
-      if constexpr (!Source::kSearched) {  // which has cast the rows
-        bool rows = a.granularity == Granularity::row && !a.transpose;
-        if (rows) return quantize_rows<Q>(source, casts, sms, stream);
-      }
-      if (a.granularity == Granularity::block1x128 && !a.transpose) {
-        return quantize_blocks<Q>(source, casts, sms, stream);
-      }
-      return quantize_tiles<Q>(source, casts, sms, stream);
+      bool by_rows = a.granularity != Granularity::block128x128 && !a.transpose;
+      return by_rows ? quantize_rows<Q>(source, casts, gpu) : quantize_tiles<Q>(source, casts, gpu);
     }
     return cudaErrorInvalidValue;
-  };
-  if (a.q_dtype != Dtype::f32) return with_low(a.q_dtype, run);
-  if constexpr (Source::kFused) return run(Type<float>{});
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace mixprec::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
-#include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize/tile.cuh"
 #include "math/scale.h"
 
 namespace mixprec::cuda {
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   for_outputs(source, [&](int k) { q[k] = out.of[k].q; });
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   for_each<n>(span_of<n>(source, 0, count, q), first, int64_t{gridDim.x} * kThreads,
-              [&](auto width, int64_t i) {
-                typename Source::Element in[Source::kOutputs][decltype(width)::value];
+              [&]<int width>(Int<width>, int64_t i) {
+                typename Source::Element in[Source::kOutputs][width];
                 source.load(i, for_load(in));
                 for_outputs(source, [&](int k) {
-                  Q rounded[decltype(width)::value];
+                  Q rounded[width];
                   scales.encode(k, in[k], rounded);
                   store(q[k] + i, rounded);
                 });
@@ -119,13 +119,11 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     TileAt at = {rows, cols, t / across * side, t % across * side};
     // Rows first + row, first + row + step, ...: all are loaded before the first is cast.
-    auto cast = [&](auto whole, auto loads, int first) {
-      constexpr int count = decltype(loads)::value;
+    auto cast = [&]<bool whole, int count>(std::bool_constant<whole>, Int<count>, int first) {
       typename Source::Element in[count][Source::kOutputs][n];
 #pragma unroll
       for (int i = 0; i < count; ++i) {
-        at.load<n, decltype(whole)::value>(source, first + row + i * step, col, for_load(in[i]),
-                                           x_vectors);
+        at.load<n, whole>(source, first + row + i * step, col, for_load(in[i]), x_vectors);
       }
 #pragma unroll
       for (int i = 0; i < count; ++i) {

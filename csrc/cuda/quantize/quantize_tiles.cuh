@@ -2,8 +2,7 @@
 // in registers until the scales are known; it then gives q and q^T.
 #pragma once
 
-#include "cuda/quantize/held_tile.cuh"
-#include "math/scale.h"
+#include "cuda/quantize/tile.cuh"
 
 namespace mixprec::cuda {
 
@@ -54,18 +53,15 @@ constexpr int tile_blocks() {
 
 template <class Source, class Q, TileScales scales>
 __global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
-    quantize_tiles_kernel(const Source source, int64_t rows, int64_t cols, float fmt_max,
-                          bool power_of_two,
+    quantize_tiles_kernel(const Source source, const CastByParts by,
                           const __grid_constant__ PerOutput<Source, TilesOut> outputs) {
   using Held = HeldTile<Source>;
+  const int64_t rows = by.rows, cols = by.cols;
   constexpr bool squares = scales == TileScales::squares;
   static_assert(QuantizeTile<Q>::kSide == kTile && kThreads == 2 * kTile);
   __shared__ QuantizeTile<Q> tile;
   __shared__ uint32_t maxima[squares ? 1 : kThreads];   // of the tile's rows, then of its columns
   __shared__ float line_scale[squares ? 1 : kThreads];  // likewise
-  auto scale_of = [&](uint32_t amax) {
-    return scale_from_amax(bits_float(amax), fmt_max, 1.0f, power_of_two, 1.0f);
-  };
   const BlockOfOutput block(source);
   const TilesOut& out = outputs.of[block.output];
   Q *q = static_cast<Q*>(out.q), *q_t = static_cast<Q*>(out.q_t);
@@ -95,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
     uint32_t amax = 0;  // of this thread's elements, or of more
     if constexpr (squares) {
       amax = block_max(held.largest());
-      float s = scale_of(amax);
+      float s = by.scale(amax);
       if (threadIdx.x == 0) {
         out.scale_inv[t] = 1.0f / s;
         if (q_t != nullptr) out.scale_inv_t[tile_col * down + tile_row] = 1.0f / s;
@@ -112,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
         held.raise_column_maxima(maxima + kTile);
         __syncthreads();
         uint32_t& of_line = maxima[is_row ? own : kTile + Held::place(own)];
-        float s = scale_of(of_line);
+        float s = by.scale(of_line);
         of_line = 0;  // for the next tile
         float* inverse = is_row ? out.scale_inv + line() * across + tile_col
                                 : out.scale_inv_t + line() * down + tile_row;
@@ -201,8 +197,8 @@ struct LineScales {
 // As many blocks for each output, of a thread per row or column; the first of them also reduces the
 // maxima of `partials` blocks to amax.
 static __global__ void __launch_bounds__(kThreads)
-    line_scales_kernel(const __grid_constant__ LineScales scales, int outputs, float fmt_max,
-                       bool power_of_two, int partials) {
+    line_scales_kernel(const __grid_constant__ LineScales scales, int outputs, const CastByParts by,
+                       int partials) {
   int output = static_cast<int>(blockIdx.x) % outputs;
   int64_t block = static_cast<int>(blockIdx.x) / outputs;
   if (block == 0) {
@@ -216,7 +212,7 @@ static __global__ void __launch_bounds__(kThreads)
     for (int64_t t = 0; t < lines.tiles; ++t) {
       largest = Max::apply(largest, lines.maxima[t * lines.count + i]);
     }
-    float s = scale_from_amax(bits_float(largest), fmt_max, 1.0f, power_of_two, 1.0f);
+    float s = by.scale(largest);
     lines.scale[i] = s;
     lines.scale_inv[i] = 1.0f / s;
   };

@@ -1,4 +1,5 @@
-// What quantize and the fused ops allocate and return.
+// What the launchers of quantize and the fused ops share: checks of arguments, tensors as arrays,
+// and what they allocate and return.
 #pragma once
 
 #include "arguments/casts.h"
@@ -7,6 +8,33 @@
 #include "math/mx.h"
 
 namespace mixprec::cuda {
+
+// x's shape, or [K], on x's device; row-major, or a copy that is.
+inline Tensor checked(const Tensor& t, const Tensor& x, bool is_vector, const std::string& what) {
+  bool fits = is_vector ? t.dim() == 1 && x.dim() > 0 && t.size(0) == x.size(x.dim() - 1)
+                        : same_shape(t, x);
+  float_dtype(t, what);
+  STD_TORCH_CHECK(same_device(t, x), what, " must be on x's device");
+  STD_TORCH_CHECK(fits, what,
+                  is_vector ? " must be [K], x's last dimension" : " must be of x's shape");
+  return row_major(t);
+}
+
+inline MaybeTensor checked(const MaybeTensor& t, const Tensor& x, bool is_vector,
+                           const std::string& what) {
+  return t.has_value() ? MaybeTensor(checked(*t, x, is_vector, what)) : std::nullopt;
+}
+
+inline Floats floats(const Tensor& t) { return {t.const_data_ptr(), dtype_of(t, "")}; }
+inline Floats floats(const MaybeTensor& t) {
+  return t.has_value() ? floats(*t) : Floats{nullptr, Dtype::f32};
+}
+
+// fp32 of `count` elements; none unless it is wanted.
+inline Tensor vector_on(const Tensor& x, int64_t count, bool wanted) {
+  return empty_on(x, {wanted ? count : 0}, ScalarType::Float);
+}
+inline float* vector_of(const Tensor& t, bool wanted) { return wanted ? fp32_of(t) : nullptr; }
 
 inline Granularity granularity_of(const std::string& name, const char* op) {
   if (name == "tensor") return Granularity::tensor;
@@ -37,7 +65,7 @@ struct CastOnDevice {
 };
 
 // Of x's shape, on x's device. May be called before x has its values.
-inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast, int sms) {
+inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast, const Gpu& gpu) {
   Dtype to = check_cast(cast, x, op);
   Granularity granularity = granularity_of(cast.granularity, op);
   bool by_tensor = granularity == Granularity::tensor, transpose = cast.transpose;
@@ -64,15 +92,16 @@ inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast,
                    fp32_of(scale_inv_t),
                    fp32_of(largest),
                    nullptr};
-  Tensor scratch = words_on(x, scratch_words(args, sms));
+  Tensor scratch = words_on(x, scratch_words(args, gpu));
   args.scratch = words_of(scratch);
   return {{data, data_t, scale_inv, scale_inv_t, largest}, scratch, args};
 }
 
 // Calls run(args), which returns the error of its launches.
 template <class Run>
-Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, const Run& run) {
-  CastOnDevice on_device = allocated(op, x, cast, sms);
+Quantized quantized(const char* op, const Tensor& x, const Cast& cast, const Gpu& gpu,
+                    const Run& run) {
+  CastOnDevice on_device = allocated(op, x, cast, gpu);
   check_launch(run(on_device.args), op);
   return on_device.results;
 }

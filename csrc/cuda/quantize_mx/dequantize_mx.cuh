@@ -4,7 +4,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/quantize/source.cuh"
-#include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize/tile.cuh"
 #include "cuda/quantize_mx/quantize_mx.cuh"
 #include "dispatch.h"
 #include "math/mx.h"
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
     float scale = nvfp4 ? decode(E4m3{stored}) : e8m0_value(stored);
     if (a.tensor_scale_inv != nullptr) scale *= *a.tensor_scale_inv;
     float x[n];
-    with_element(a.format, [&](auto e) { decode_codes<decltype(e)>(code, x); });
+    with_element(a.format, [&]<class E>(E) { decode_codes<E>(code, x); });
 #pragma unroll
     for (float& value : x) value = value * scale;
     O values[n];
@@ -88,14 +88,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-inline cudaError_t dequantize_mx(Dtype out_dtype, const DequantizeMx& a, void* out, int sms,
-                                 cudaStream_t stream) {
+inline cudaError_t dequantize_mx(Dtype out_dtype, const DequantizeMx& a, void* out,
+                                 const Gpu& gpu) {
   if (a.rows * a.cols == 0) return cudaSuccess;
-  return with_float(out_dtype, [&](auto to) {
-    using O = typename decltype(to)::type;
+  return with_float(out_dtype, [&]<class O>(Type<O>) {
     auto* kernel = dequantize_mx_kernel<O>;
-    int64_t blocks = grid_for(kernel, a.rows * ((a.cols + 15) / 16) / kThreads, sms);
-    return launch(kernel, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
+    int64_t blocks = grid_for(kernel, a.rows * ((a.cols + 15) / 16) / kThreads, gpu);
+    return launch(kernel, {blocks}, gpu.stream, a, static_cast<O*>(out));
   });
 }
 

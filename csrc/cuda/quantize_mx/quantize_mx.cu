@@ -2,7 +2,7 @@
 #include "arguments/casts.h"
 #include "cuda/common/on_device.h"
 #include "cuda/quantize_mx/dequantize_mx.cuh"
-#include "cuda/quantize_mx/quantize_mx_array.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
 
 namespace mixprec::cuda {
 
@@ -33,7 +33,7 @@ QuantizedMx quantize_mx_op(Tensor x, Text fmt, Text mode, bool transpose, MaybeT
   Tensor tensor_scale_inv = empty_on(x, nvfp4 ? scalar : nothing, ScalarType::Float);
   bool wanted = nvfp4 || with_amax;
   Tensor largest = empty_on(x, wanted ? scalar : nothing, ScalarType::Float);
-  Tensor scratch = words_on(x, partials_for(device.sms));
+  Tensor scratch = words_on(x, partials_for(device));
   QuantizeMx args = {
       format,
       nvfp4 ? ScaleRule{} : scale_rule(format, how, 0.0f, false),
@@ -45,8 +45,11 @@ QuantizedMx quantize_mx_op(Tensor x, Text fmt, Text mode, bool transpose, MaybeT
       wanted ? fp32_of(largest) : nullptr,
       fp32_of(tensor_scale_inv),
       words_of(scratch)};
-  check_launch(quantize_mx(dtype, x.const_data_ptr(), args, device.sms, device.stream),
-               "quantize_mx");
+  cudaError_t error = with_float(dtype, [&]<class X>(Type<X>) {
+    auto* data = static_cast<const X*>(x.const_data_ptr());
+    return quantize_mx(data, args, device);
+  });
+  check_launch(error, "quantize_mx");
   return {data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, largest};
 }
 
@@ -65,8 +68,7 @@ Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_
                        scalar_on(tensor_scale_inv, data, "dequantize_mx", "tensor_scale_inv"),
                        rows,
                        cols};
-  check_launch(dequantize_mx(dtype, args, out.mutable_data_ptr(), device.sms, device.stream),
-               "dequantize_mx");
+  check_launch(dequantize_mx(dtype, args, out.mutable_data_ptr(), device), "dequantize_mx");
   return out;
 }
 

@@ -6,7 +6,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/quantize/amax.cuh"
 #include "cuda/quantize/source.cuh"
-#include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize/tile.cuh"
 #include "dispatch.h"
 #include "math/mx.h"
 #include "math/philox.h"
@@ -44,7 +44,9 @@ struct QuantizeMx {
   const int64_t* seed;      // null: to nearest
   float* amax;              // null: not wanted, MX only
   float* tensor_scale_inv;  // NVFP4 only
-  uint32_t* scratch;        // [partials_for(sms)]
+  uint32_t* scratch;        // [partials_for(gpu)]
+
+  uint32_t* partials() const { return scratch; }
 };
 
 // The codes of y, one a byte. Where an instruction encodes FP4, the first of two bytes has both
@@ -116,9 +118,8 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
   RandomStream stream = {a.seed != nullptr ? static_cast<uint64_t>(*a.seed) : 0u, 0u,
                          static_cast<uint32_t>(to.stream) << 30};
   uint8_t code[kMxRun];
-  with_element(a.format, [&](auto e) {
-    encode_mx<decltype(e)>(y, scale.factor, a.seed, stream, ((line * across << log) + start) >> 3,
-                           code);
+  with_element(a.format, [&]<class E>(E) {
+    encode_mx<E>(y, scale.factor, a.seed, stream, ((line * across << log) + start) >> 3, code);
   });
   int64_t bytes = block_bytes(a.format, to.length);
   if (is_fp4(a.format)) {
@@ -206,19 +207,24 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
 // Two launches; one for NVFP4, whose amax is known, and where none is wanted. Also for empty x.
 template <class Source>
 cudaError_t quantize_mx_from(const Source& source, const PerOutput<Source, QuantizeMx>& casts,
-                             int sms, cudaStream_t stream) {
+                             const Gpu& gpu) {
   const QuantizeMx& a = casts.of[0];
   int64_t tiles = mx_tiles(a.rows.lines, a.swizzled) * mx_tiles(a.rows.length, a.swizzled);
   auto* kernel = quantize_mx_kernel<Source>;
-  int64_t blocks = grid_for(kernel, tiles, sms);
-  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, casts);
+  int64_t blocks = grid_for(kernel, tiles, gpu);
+  cudaError_t error = launch(kernel, {blocks}, gpu.stream, source, casts);
   if (error != cudaSuccess || a.format == BlockFormat::nvfp4 || a.amax == nullptr) return error;
-  AmaxOfPartials maxima = {};
-  for (int k = 0; k < source.outputs(); ++k) {
-    maxima.partials[k] = casts.of[k].scratch;
-    maxima.amax[k] = casts.of[k].amax;
+  return finish_partials(source, casts, blocks, gpu);
+}
+
+// x as it is; for NVFP4 one launch more, because its scales need the amax of x.
+template <class X>
+cudaError_t quantize_mx(const X* x, const QuantizeMx& a, const Gpu& gpu) {
+  if (a.format == BlockFormat::nvfp4) {
+    cudaError_t error = amax(x, a.rows.lines * a.rows.length, a.scratch, a.amax, gpu);
+    if (error != cudaSuccess) return error;
   }
-  return launch(amax_of_partials_kernel, source.outputs(), kThreads, 0, stream, maxima, blocks);
+  return quantize_mx_from(Plain<X>{x}, {{a}}, gpu);
 }
 
 }  // namespace mixprec::cuda

@@ -1,4 +1,4 @@
-// scale_from_amax_, inv_scale, clip_coef and update_scale_ on CUDA tensors.
+// scale_from_amax_, update_delayed_scales_, inv_scale, clip_coef and update_scale_ on CUDA tensors.
 #include "arguments/step.h"
 #include "cuda/common/on_device.h"
 #include "cuda/scale/scale.cuh"
@@ -7,31 +7,51 @@ namespace mixprec::cuda {
 
 namespace {
 
-template <class T>
-T* data_of(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType type, int64_t margin,
                       bool power_of_two) {
   float fmt_max = check_scale_from_amax(scale, scale_inv, amax, type);
   float shift = check_margin(margin, "scale_from_amax_");
+  int64_t count = scale.numel();
+  if (count == 0) return;
 
   OnDevice device(scale);
   Tensor flat = row_major(scale), flat_inv = row_major(scale_inv);
   amax = row_major(amax);
-  check_launch(scale_from_amax(data_of<float>(flat), data_of<float>(flat_inv), read_fp32(amax),
-                               scale.numel(), fmt_max, shift, power_of_two, device.stream),
+  check_launch(launch(scale_from_amax_kernel, {(count + kThreads - 1) / kThreads}, device.stream,
+                      fp32_of(flat), fp32_of(flat_inv), read_fp32(amax), count, fmt_max, shift,
+                      power_of_two),
                "scale_from_amax_");
   write_back(scale, flat);
   write_back(scale_inv, flat_inv);
+}
+
+void update_delayed_scales_(Tensors amax_histories, Tensors scales, Tensors amaxes,
+                            std::vector<double> fmt_max, int64_t margin, bool power_of_two,
+                            bool most_recent) {
+  check_delayed_scales(amax_histories, scales, amaxes, fmt_max);
+  float shift = check_margin(margin, "update_delayed_scales_");
+  size_t n = scales.size();
+  if (n == 0) return;
+
+  OnDevice device(scales[0]);
+  Tensors histories;
+  std::vector<DelayedScale> list;
+  for (size_t i = 0; i < n; ++i) {
+    histories.push_back(row_major(amax_histories[i]));
+    list.push_back({fp32_of(histories[i]), fp32_of(scales[i]), fp32_of(amaxes[i]),
+                    static_cast<float>(fmt_max[i])});
+  }
+  DelayedRule rule = {histories[0].numel(), shift, power_of_two, most_recent};
+  check_launch(update_delayed_scales(list.data(), static_cast<int64_t>(n), rule, device.stream),
+               "update_delayed_scales_");
+  for (size_t i = 0; i < n; ++i) write_back(amax_histories[i], histories[i]);
 }
 
 Tensor inv_scale_op(Tensor scale) {
   check_scalar(scale, ScalarType::Float, scale, "inv_scale", "scale");
   OnDevice device(scale);
   Tensor result = empty_on(scale, scale.sizes(), ScalarType::Float);
-  check_launch(inv_scale(data_of<float>(scale), data_of<float>(result), device.stream),
+  check_launch(launch(inv_scale_kernel, {1, 1}, device.stream, read_fp32(scale), fp32_of(result)),
                "inv_scale");
   return result;
 }
@@ -40,8 +60,9 @@ Tensor clip_coef_op(Tensor sum_sq, double max_norm) {
   check_clip_coef(sum_sq, max_norm);
   OnDevice device(sum_sq);
   Tensor result = empty_on(sum_sq, {}, ScalarType::Float);
-  check_launch(clip_coef(static_cast<const double*>(sum_sq.const_data_ptr()), sum_sq.numel(),
-                         max_norm, data_of<float>(result), device.stream),
+  check_launch(launch(clip_coef_kernel, {1}, device.stream,
+                      static_cast<const double*>(sum_sq.const_data_ptr()), sum_sq.numel(), max_norm,
+                      fp32_of(result)),
                "clip_coef");
   return result;
 }
@@ -56,10 +77,11 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
   const float* underflows = underflow.has_value() ? read_fp32(*underflow) : nullptr;
 
   OnDevice device(scale);
-  LossScaleState state = {data_of<float>(scale), data_of<int32_t>(growth_tracker),
-                          data_of<int32_t>(hysteresis_tracker), data_of<int64_t>(counters)};
-  check_launch(update_scale(state, read_fp32(found_inf), underflows,
-                            static_cast<float>(grow_on_underflow), rule, device.stream),
+  LossScaleState state = {fp32_of(scale), static_cast<int32_t*>(growth_tracker.mutable_data_ptr()),
+                          static_cast<int32_t*>(hysteresis_tracker.mutable_data_ptr()),
+                          static_cast<int64_t*>(counters.mutable_data_ptr())};
+  check_launch(launch(update_scale_kernel, {1, 1}, device.stream, state, read_fp32(found_inf),
+                      underflows, static_cast<float>(grow_on_underflow), rule),
                "update_scale_");
 }
 
@@ -69,6 +91,7 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
   m.impl("scale_from_amax_", TORCH_BOX(&mixprec::cuda::scale_from_amax_));
+  m.impl("update_delayed_scales_", TORCH_BOX(&mixprec::cuda::update_delayed_scales_));
   m.impl("inv_scale", TORCH_BOX(&mixprec::cuda::inv_scale_op));
   m.impl("clip_coef", TORCH_BOX(&mixprec::cuda::clip_coef_op));
   m.impl("update_scale_", TORCH_BOX(&mixprec::cuda::update_scale_));

@@ -1,6 +1,6 @@
 // The scalar arithmetic of scales, on the GPU so that no scalar goes to the host: scale_from_amax_
-// (one thread per scale), clip_coef (one block, which adds in a fixed order), inv_scale and
-// update_scale_ (one thread).
+// and update_delayed_scales_ (one thread per scale), clip_coef (one block, which adds in a fixed
+// order), inv_scale and update_scale_ (one thread).
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -56,29 +56,57 @@ static __global__ void update_scale_kernel(const LossScaleState state, const flo
   state.counters[2] = s.skipped_in_a_row;
 }
 
-inline cudaError_t scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count,
-                                   float fmt_max, float two_to_minus_margin, bool power_of_two,
-                                   cudaStream_t stream) {
-  if (count == 0) return cudaSuccess;
-  return launch(scale_from_amax_kernel, (count + kThreads - 1) / kThreads, kThreads, 0, stream,
-                scale, scale_inv, amax, count, fmt_max, two_to_minus_margin, power_of_two);
+struct DelayedScale {
+  float *history, *scale, *amax;  // [L], [], []
+  float fmt_max;
+};
+
+struct DelayedRule {
+  int64_t length;  // L
+  float two_to_minus_margin;
+  bool power_of_two, most_recent;
+};
+
+// Kernel arguments are copied with each launch: 32,000 bytes for a whole model, 256 for the casts
+// of one layer.
+constexpr int kManyScales = 1000, kFewScales = 8;
+
+template <int capacity>
+struct DelayedScales {
+  DelayedScale at[capacity];
+  int count;
+};
+
+template <int capacity>
+static __global__ void __launch_bounds__(kThreads)
+    delayed_scales_kernel(const __grid_constant__ DelayedScales<capacity> list,
+                          const DelayedRule rule) {
+  int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= list.count) return;
+  const DelayedScale& t = list.at[i];
+  *t.scale = update_delayed_scale(t.history, rule.length, *t.amax, *t.scale, t.fmt_max,
+                                  rule.two_to_minus_margin, rule.power_of_two, rule.most_recent);
+  *t.amax = kUnused;
 }
 
-inline cudaError_t inv_scale(const float* scale, float* result, cudaStream_t stream) {
-  return launch(inv_scale_kernel, 1, 1, 0, stream, scale, result);
+template <int capacity>
+cudaError_t update_in_lists(const DelayedScale* tensors, int64_t count, const DelayedRule& rule,
+                            cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < count && error == cudaSuccess; first += capacity) {
+    DelayedScales<capacity> list;
+    list.count = static_cast<int>(std::min<int64_t>(capacity, count - first));
+    std::copy(tensors + first, tensors + first + list.count, list.at);
+    error = launch(delayed_scales_kernel<capacity>, {(list.count + kThreads - 1) / kThreads},
+                   stream, list, rule);
+  }
+  return error;
 }
 
-inline cudaError_t clip_coef(const double* sum_sq, int64_t count, double max_norm, float* result,
-                             cudaStream_t stream) {
-  return launch(clip_coef_kernel, 1, kThreads, 0, stream, sum_sq, count, max_norm, result);
-}
-
-// underflow: may be null.
-inline cudaError_t update_scale(const LossScaleState& state, const float* found_inf,
-                                const float* underflow, float grow_on_underflow,
-                                const LossScaleRule& rule, cudaStream_t stream) {
-  return launch(update_scale_kernel, 1, 1, 0, stream, state, found_inf, underflow,
-                grow_on_underflow, rule);
+inline cudaError_t update_delayed_scales(const DelayedScale* tensors, int64_t count,
+                                         const DelayedRule& rule, cudaStream_t stream) {
+  if (count <= kFewScales) return update_in_lists<kFewScales>(tensors, count, rule, stream);
+  return update_in_lists<kManyScales>(tensors, count, rule, stream);
 }
 
 }  // namespace mixprec::cuda

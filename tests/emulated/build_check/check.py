@@ -41,7 +41,7 @@ NARROW = re.compile(
     "norm_bands|norm_columns|gemm_kernel"
 )
 
-GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in
+GEMM = "gemm_sm90_bf16.cu"  # one of the files that instances of the Hopper GEMM are in
 
 
 def setting(name: str) -> Any:
@@ -186,7 +186,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         gemm = hopper.instance(row["name"])
         if gemm is None:
-            key = (row["source"], row["name"].split("<")[0])
+            rule = re.match(r"\w*steps?_kernel<\w+", row["name"])  # an optimizer's
+            key = (row["source"], f"{rule[0]}>" if rule else row["name"].split("<")[0])
         else:  # by tile; all types and layouts come from the same sources
             tile = f"{gemm.block_m}x{gemm.block_n}, {gemm.consumers} consumers"
             key = (GEMM, f"gemm {gemm.accumulate} {tile}, cluster {gemm.cluster}")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 BYTES = {"double": 8, "float": 4, "Fp16": 2, "Bf16": 2, "E4m3": 1, "E5m2": 1}
 # The kernels that have one such loop: what moves its vectors, and the elements of a round where
-# that does not tell, kGroup of cuda/common/group.cuh, kMxRun of quantize_mx.cuh, kRun of pack.cuh.
+# that does not tell, kGroup of cuda/optim/group.cuh, kMxRun of quantize_mx.cuh, kRun of pack.cuh.
 KERNELS: dict[str, tuple[str, int | None]] = {
     "unscale_kernel": ("STG", None),
     "grad_stats_kernel": ("LDG", None),

@@ -4,8 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "cuda/gemm/config/gemm_layout.h"
-#include "cuda/gemm/config/gemm_plan_text.h"
-#include "cuda/gemm/config/measured_tiles.h"
+#include "cuda/gemm/config/gemm_plan.h"
 
 namespace py = pybind11;
 using namespace mixprec;

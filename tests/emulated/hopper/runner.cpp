@@ -2,9 +2,8 @@
 // Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=;
 // with -DROW= only for that row, a being K-major and b as -DB_MAJOR= says.
 #include "cuda/gemm/config/gemm_plan.h"
-#include "cuda/gemm/instances/gemm_instances.cuh"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
-#include "cuda/gemm/kernel/gemm_scales.cuh"
+#include "cuda/gemm/kernel/gemm_sm90.cuh"
 #include "cuda/gemm/kernel/tensor_map_sm90.h"
 #include "scheduler.h"
 
@@ -105,7 +104,7 @@ int gemm(const Call* c) {
   ScaleView a_chunk = c->a_chunk, b_chunk = c->b_chunk;
   ScaleCopy a_copy = copy_of(a_chunk, c->a_scales, c->m, c->k);
   ScaleCopy b_copy = copy_of(b_chunk, c->b_scales, c->n, c->k);
-  cudaError_t error = copy_scales(a_copy, b_copy, c->sms, nullptr);
+  cudaError_t error = copy_scales(a_copy, b_copy, {c->sms, nullptr});
   if (error != cudaSuccess) return error;
   TensorMaps maps = {};
   Dtype out_dtype = c->epilogue.out_dtype;
@@ -127,6 +126,6 @@ int gemm(const Call* c) {
                 c->b_scales != nullptr, whole ? nullptr : c->partial);
   error = found.run(maps, args, plan->grid, nullptr);
   if (error != cudaSuccess || whole) return error;
-  return gemm_finish(c->partial, plan->tiles.splits, c->m, c->n, c->epilogue, c->sms, nullptr);
+  return gemm_finish(c->partial, plan->tiles.splits, c->m, c->n, c->epilogue, {c->sms, nullptr});
 }
 }

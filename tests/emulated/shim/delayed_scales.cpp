@@ -1,5 +1,5 @@
-// The kernel of csrc/cuda/scale/delayed_scales.cuh as a C function over host memory, for ctypes.
-#include "cuda/scale/delayed_scales.cuh"
+// The kernel of csrc/cuda/scale/scale.cuh as a C function over host memory, for ctypes.
+#include "cuda/scale/scale.cuh"
 
 using namespace mixprec::cuda;
 

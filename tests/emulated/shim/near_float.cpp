@@ -1,6 +1,6 @@
 // The divisions of csrc/cuda/fused/near_float.cuh, of a reciprocal that is as wrong as it may be,
 // and the activations made of them, against plain FP32, for test_near_float.py.
-#include "cuda/fused/near_float.cuh"
+#include "cuda/fused/activate.cuh"
 
 using namespace mixprec;
 using namespace mixprec::cuda;

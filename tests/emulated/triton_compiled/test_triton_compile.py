@@ -259,7 +259,7 @@ def words(one: Launch, operation: str, names: str) -> int:
 def check_conversions(one: Launch, capability: int) -> None:
     """One rounding, by the instruction made for it or in integers; never a detour through fp16."""
     conversions = set(re.findall(r"\bcvt\.[a-z0-9.]+", one.compiled.asm["ptx"]))
-    to = one.values.get("Q") if not one.name.startswith("dequantize") else None
+    to = one.values["to"].Q.value if "to" in one.values else None
     to_fp16 = {c for c in conversions if re.search(r"\.f16(x2)?\.f32", c)}
     assert bool(to_fp16) is (to == "fp16")
     native = {f"cvt.rn.satfinite.{to}x2.f32"} if to in ("e4m3", "e5m2") else set()

@@ -106,7 +106,7 @@ def test_how_a_product_is_launched(launched: list[Launch], dtype: torch.dtype) -
     assert (one.name, one.grid) == ("gemm_kernel", (132,))
     assert one.keywords["TMA"] is True
     assert one.keywords["PROMOTE"] is (dtype in FP8)
-    assert (one.keywords["A_SCALE"], one.keywords["B_SCALE"]) == ("scalar", "rows")
+    assert [one.values[x].MODE.value for x in ("a_scale", "b_scale")] == ["scalar", "rows"]
     assert "wgmma" in one.compiled.asm["ptx"]
 
 
@@ -115,7 +115,7 @@ def test_how_a_split_product_is_launched(launched: list[Launch]) -> None:
     first, second = launched
     assert (first.name, second.name) == ("gemm_kernel", "reduce_kernel")
     assert first.grid == (64,)  # 8 tiles, 8 parts
-    assert (first.keywords["SPLIT"], second.keywords["ACCUMULATE"]) == (True, True)
+    assert (first.keywords["SPLIT"], second.values["out"].ACCUMULATE.value) == (True, True)
 
 
 @pytest.mark.parametrize("rule", ["decoupled", "momentum"])

@@ -17,7 +17,8 @@ from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, trit
 import mixprec
 from mixprec import ops
 from mixprec.ops._reference import rounding
-from mixprec.triton_kernels import gemm, launch, pack, philox, tiles
+from mixprec.triton_kernels import gemm, launch, pack, tiles
+from mixprec.triton_kernels.rounding import random16
 from mixprec.triton_kernels.tiles import ceil_div, int64
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,7 +49,7 @@ def test_through_the_dispatcher(op_name: str) -> None:
 def _random16_kernel(out_ptr, start: tl.int64, seed: tl.int64, step, index, STREAM: tl.constexpr,
                      BLOCK: tl.constexpr):  # fmt: skip
     key = (seed, step.to(tl.uint32), index)
-    bits = philox.random16(start, key, STREAM, BLOCK)
+    bits = random16(start, key, STREAM, BLOCK)
     tl.store(out_ptr + tl.arange(0, BLOCK), bits.to(tl.int32))
 
 
@@ -85,7 +86,7 @@ def test_operands_decode_exactly(dtype: torch.dtype) -> None:
 
 
 def fits(x: torch.Tensor) -> bool:
-    return gemm._fits_tma(gemm._operand(x))
+    return gemm._fits_tma(gemm.operand_of(x))
 
 
 @pytest.mark.parametrize("setting", ["wide", "tma"])

@@ -17,6 +17,9 @@ struct Operand {
 
   int64_t rows() const { return tensor.size(row); }
   int64_t k() const { return tensor.size(1 - row); }
+  // A scale that does not vary along K is applied at the end.
+  ScaleView scale_at_end() const { return is_per_chunk(granularity) ? ScaleView{} : scale; }
+  ScaleView scale_in_loop() const { return is_per_chunk(granularity) ? scale : ScaleView{}; }
 };
 
 inline Strided strided(const Tensor& t, int row) {
@@ -26,34 +29,29 @@ inline Strided strided(const Tensor& t, int row) {
           row};
 }
 
-inline void set_scale(Operand& x, const MaybeTensor& given, const char* op, const char* name) {
-  if (!given.has_value()) return;
-  const Tensor& s = *given;
-  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float && same_device(s, x.tensor), op, ": ", name,
-                  "_scale_inv must be fp32 on ", name, "'s device");
-  auto* data = static_cast<const float*>(s.const_data_ptr());
-  std::optional<Scales> found;
-  if (s.dim() == 2) {
-    found = scales_of(data, strided(s, x.row), strided(x.tensor, x.row));
-  } else if (s.numel() == 1) {
-    found = Scales{{data, 0, 0, 0}, Granularity::tensor};
-  }
-  STD_TORCH_CHECK(found.has_value(), op, ": ", name,
-                  "_scale_inv must have one element, or one per ", x.row == 0 ? "row" : "column",
-                  ", per 128 of K of it, or per 128 x 128 of ", name);
-  x.scale = found->view;
-  x.granularity = found->granularity;
-}
-
-inline Operand operand_of(const Tensor& x, int row, const MaybeTensor& scale, const char* op,
+inline Operand operand_of(const Tensor& t, int row, const MaybeTensor& scale_inv, const char* op,
                           const char* name) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_cuda(), op, ": ", name,
+  STD_TORCH_CHECK(t.dim() == 2 && t.is_cuda(), op, ": ", name,
                   " must be a matrix on a CUDA device");
-  Operand made = {x, row, dtype_of(x, name)};
-  STD_TORCH_CHECK(is_fp8(made.dtype) || made.dtype == Dtype::f16 || made.dtype == Dtype::bf16, op,
-                  ": ", name, " must be fp16, bf16 or FP8");
-  set_scale(made, scale, op, name);
-  return made;
+  Operand x = {t, row, dtype_of(t, name)};
+  STD_TORCH_CHECK(is_fp8(x.dtype) || x.dtype == Dtype::f16 || x.dtype == Dtype::bf16, op, ": ",
+                  name, " must be fp16, bf16 or FP8");
+  if (!scale_inv.has_value()) return x;
+  const Tensor& s = *scale_inv;
+  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float && same_device(s, t), op, ": ", name,
+                  "_scale_inv must be fp32 on ", name, "'s device");
+  std::optional<Scales> scales;
+  if (s.dim() == 2) {
+    scales = scales_of(read_fp32(s), strided(s, row), strided(t, row));
+  } else if (s.numel() == 1) {
+    scales = Scales{{read_fp32(s), 0, 0, 0}, Granularity::tensor};
+  }
+  STD_TORCH_CHECK(scales.has_value(), op, ": ", name,
+                  "_scale_inv must have one element, or one per ", row == 0 ? "row" : "column",
+                  ", per 128 of K of it, or per 128 x 128 of ", name);
+  x.scale = scales->view;
+  x.granularity = scales->granularity;
+  return x;
 }
 
 // Determines the layout, and copies the operand if the kernel does not support it.
@@ -67,14 +65,6 @@ inline void arrange(Operand& x) {
   if (inner == 0) copy = torch::stable::transpose(copy, 0, 1);
   torch::stable::copy_(copy, x.tensor);
   x.tensor = copy;
-}
-
-// A scale that does not vary along K is applied at the end.
-inline ScaleView at_end(const Operand& x) {
-  return is_per_chunk(x.granularity) ? ScaleView{} : x.scale;
-}
-inline ScaleView in_loop(const Operand& x) {
-  return is_per_chunk(x.granularity) ? x.scale : ScaleView{};
 }
 
 }  // namespace mixprec::cuda::sm90

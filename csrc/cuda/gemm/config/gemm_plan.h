@@ -2,12 +2,13 @@
 // CUDA, no torch; a pure function of the problem.
 #pragma once
 
+#include <atomic>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <string>
 
-#include "cuda/gemm/config/gemm_cost.h"
-#include "cuda/gemm/kernel/descriptor_sm90.h"
+#include "cuda/gemm/config/tile_configs.h"
 #include "dispatch.h"
 
 namespace mixprec::cuda::sm90 {
@@ -185,5 +186,92 @@ inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DevicePro
   }
   return best;
 }
+
+inline const char* to_string(Dtype d) {
+  constexpr const char* names[] = {"fp32", "bf16", "fp16", "e4m3", "e5m2", "fp64"};
+  return names[static_cast<int>(d)];
+}
+
+inline const char* to_string(Major m) { return m == Major::k ? "K-major" : "MN-major"; }
+
+inline const char* to_string(Granularity g) {
+  constexpr const char* names[] = {"tensor", "row", "block1x128", "block128x128"};
+  return names[static_cast<int>(g)];
+}
+
+inline std::string to_string(const GemmProblem& p) {
+  std::ostringstream s;
+  s << p.m << 'x' << p.n << 'x' << p.k << ": a " << to_string(p.a) << ' ' << to_string(p.a_major)
+    << (p.a_aligned ? "" : " unaligned") << " scaled by " << to_string(p.a_scale) << ", b "
+    << to_string(p.b) << ' ' << to_string(p.b_major) << (p.b_aligned ? "" : " unaligned")
+    << " scaled by " << to_string(p.b_scale) << (p.accumulate ? ", added into " : ", out ")
+    << to_string(p.out) << (p.out_aligned ? "" : " unaligned")
+    << (p.fast_accum ? ", fast_accum" : "");
+  return s.str();
+}
+
+// Why no tile config runs the problem: each reason once.
+inline std::string reasons_against(const GemmProblem& p, const DeviceProperties& gpu,
+                                   const ConfigOverride& forced = {}) {
+  std::string all;
+  for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
+    bool is_forced = tile_config == forced.tile_config;
+    const char* reason = why_not(kTileConfigs[tile_config], p, gpu, is_forced);
+    std::string why = reason != nullptr ? reason
+                      : forced.tile_config >= 0 && !is_forced
+                          ? "tile config " + std::to_string(forced.tile_config) + " is forced"
+                          : "the partial sums of " + std::to_string(forced.splits) +
+                                " splits exceed " + std::to_string(kMaxWorkspaceBytes) + " bytes";
+    if (all.find(why) == std::string::npos) all += "; " + why;
+  }
+  return all;
+}
+
+// As in mixprec/ops/_dispatch/gemm_table.py, where the limits are explained.
+enum class SizeClass { thin, unaligned, small, medium, large };
+constexpr int kSizeClasses = 5;
+
+constexpr SizeClass size_class(const GemmProblem& p) {
+  int64_t bytes = element_size(p.a);
+  if (p.m <= 64 || p.n <= 64) return SizeClass::thin;
+  if (p.n * bytes % 16 != 0 || p.k * bytes % 16 != 0) return SizeClass::unaligned;
+  double products = static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
+  auto cube = [](double side) { return side * side * side; };
+  return products <= cube(1448)   ? SizeClass::small
+         : products <= cube(4096) ? SizeClass::medium
+                                  : SizeClass::large;
+}
+
+// A tile config, or kNotMeasured, for each family and size class; it may be read while it is set.
+class MeasuredTiles {
+ public:
+  static constexpr int kCount = kFamilies * kSizeClasses;
+
+  MeasuredTiles() {
+    for (std::atomic<int>& tile_config : tile_configs_) tile_config = kNotMeasured;
+  }
+
+  // False, and nothing is changed, unless there are kCount numbers (size classes inside of
+  // families) of tile configs of their families.
+  bool set(std::span<const int64_t> tile_configs) {
+    if (tile_configs.size() != kCount) return false;
+    for (int i = 0; i < kCount; ++i) {
+      int64_t found = tile_configs[i];
+      if (found < kNotMeasured || found >= kTileConfigCount) return false;
+      if (found == kNotMeasured) continue;
+      if (static_cast<int>(family_of(kTileConfigs[found])) != i / kSizeClasses) return false;
+    }
+    for (int i = 0; i < kCount; ++i) tile_configs_[i] = static_cast<int>(tile_configs[i]);
+    return true;
+  }
+
+  int of(const GemmProblem& p) const {
+    int family = static_cast<int>(family_of(is_8bit(p.a), accumulate_of(p)));
+    return tile_configs_[family * kSizeClasses + static_cast<int>(size_class(p))];
+  }
+
+ private:
+  std::array<std::atomic<int>, kCount> tile_configs_;
+};
 
 }  // namespace mixprec::cuda::sm90

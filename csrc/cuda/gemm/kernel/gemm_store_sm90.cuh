@@ -2,8 +2,8 @@
 // and TMA, or directly if C is not aligned.
 #pragma once
 
-#include "cuda/common/float_of.cuh"
-#include "cuda/gemm/kernel/gemm_epilogue.cuh"
+#include "cuda/common/convert.cuh"
+#include "cuda/gemm/config/gemm_args.h"
 #include "cuda/gemm/kernel/ptx_sm90.cuh"
 
 namespace mixprec::cuda::sm90 {

@@ -4,7 +4,6 @@
 
 #include "cuda/gemm/config/gemm_args.h"
 #include "cuda/gemm/config/tile_configs.h"
-#include "cuda/gemm/kernel/descriptor_sm90.h"
 #include "cuda/gemm/kernel/gemm_store_sm90.cuh"
 
 namespace mixprec::cuda::sm90 {

@@ -2,7 +2,7 @@
 // shared memory, given by descriptors. k is 32 bytes of elements.
 #pragma once
 
-#include "cuda/gemm/kernel/descriptor_sm90.h"
+#include "cuda/gemm/config/tile_configs.h"
 #include "cuda/gemm/kernel/ptx_sm90.cuh"
 #include "math/convert.h"
 

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "math/convert.h"
+#include "math/hd.h"
 
 namespace mixprec::cuda::ptx {
 
@@ -105,6 +106,14 @@ inline uint32_t fp16x2_of_e2m1x2(uint8_t codes) {
     return wide | ((code & 8u) != 0 ? 0x8000u : 0u);
   };
   return of(codes & 0xFu) | of(codes >> 4) << 16;
+}
+
+inline float rcp(float x) {
+  float y = 1.0f / x, excess = std::fmaf(x, y, -1.0f);
+  uint32_t fraction = float_bits(x) & 0x7FFFFFu;
+  // No Newton step would correct that of the number below a power of two.
+  if (excess == 0.0f || fraction % 2 == 0 || fraction == 0x7FFFFFu) return y;
+  return bits_float(float_bits(y) + (excess > 0.0f ? -1 : 1));
 }
 
 }  // namespace mixprec::cuda::ptx

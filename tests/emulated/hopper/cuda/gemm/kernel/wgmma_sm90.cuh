@@ -1,7 +1,7 @@
 // Replaces csrc/cuda/gemm/kernel/wgmma_sm90.cuh.
 #pragma once
 
-#include "cuda/gemm/kernel/descriptor_sm90.h"
+#include "cuda/gemm/config/tile_configs.h"
 #include "cuda/gemm/kernel/ptx_sm90.cuh"
 #include "math/convert.h"
 

@@ -1,9 +1,11 @@
-// A tile of q in shared memory, written along the rows of x and read along the rows of q and of
-// q^T, so that all accesses to global memory are 16 bytes wide.
+// Tiles of a matrix in shared memory and in registers, so that all accesses to global memory are 16
+// bytes wide, also those of a transpose.
 #pragma once
 
 #include "cuda/common/launch.h"
 #include "cuda/common/vec.cuh"
+#include "cuda/quantize/amax.cuh"
+#include "math/scale.h"
 
 namespace mixprec::cuda {
 
@@ -67,6 +69,18 @@ __device__ __forceinline__ void transpose_words(const uint32_t (&from)[2], uint3
 }
 
 constexpr int kTile = 128;  // rows and columns of the largest blocks with a scale of their own
+
+// A matrix [rows, cols] that is cast with scales of parts of it, each of which follows from an
+// amax.
+struct CastByParts {
+  int64_t rows, cols;
+  float fmt_max;  // 0: a scale of 1
+  bool power_of_two;
+
+  __device__ __forceinline__ float scale(uint32_t amax) const {
+    return scale_from_amax(bits_float(amax), fmt_max, 1.0f, power_of_two, 1.0f);
+  }
+};
 
 // The position of a tile in a matrix [rows, cols].
 struct TileAt {
@@ -141,6 +155,109 @@ struct TileAt {
     for (int j = 0; j < n; ++j) {
       if (c + j >= width()) return;
       store_words(q_t + (col0 + c + j) * rows + row0 + r, columns[j], height() - r, vectors);
+    }
+  }
+};
+
+// A thread's part of a tile: n columns from `col` on, of the rows row, row + kStep, ... In words,
+// because nvcc would keep each element of 16 bits in a register of its own.
+template <class Source>
+struct HeldTile {
+  using Element = typename Source::Element;
+  static constexpr int n = Source::kRun, kLanes = kTile / n;  // threads per row
+  static constexpr int kStep = kThreads / kLanes, kRounds = kTile / kStep;
+  static constexpr int kWords = n * sizeof(Element) / 4;
+
+  uint32_t words[kRounds][kWords];
+  int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * n;
+
+  struct Run {
+    Element at[n];
+  };
+  __device__ __forceinline__ Run run(int i) const {
+    Run of_round;
+    __builtin_memcpy(&of_round, words[i], sizeof of_round);
+    return of_round;
+  }
+  __device__ __forceinline__ void set(int i, const Element (&x)[n]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[i][w] = static_cast<uint32_t>(pack<4 / sizeof(Element)>(x + w * (n / kWords)));
+    }
+  }
+
+  // source: of one output
+  template <class One>
+  __device__ __forceinline__ void load(const TileAt& tile, const One& source, bool vectors) {
+    auto load_rows = [&]<bool whole>(std::bool_constant<whole>) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        Element x[n];
+        tile.load<n, whole>(source, row + i * kStep, col, x, vectors);
+        set(i, x);
+      }
+    };
+    if (!Source::kFused && vectors && tile.height() >= kTile && tile.width() >= kTile) {
+      load_rows(std::true_type{});
+    } else if constexpr (!Source::kFused && sizeof(Element) == 4) {
+      load_rows(std::false_type{});
+    } else {  // the code of a load is long: once, and the rows move up
+#pragma unroll 1
+      for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+        for (int k = 0; k < (kRounds - 1) * kWords; ++k) {
+          words[k / kWords][k % kWords] = words[k / kWords + 1][k % kWords];
+        }
+        Element x[n];
+        tile.load<n, false>(source, row + i * kStep, col, x, vectors);
+        set(kRounds - 1, x);
+      }
+    }
+  }
+
+  // The value of row + i * kStep, the same for all threads that hold a part of it.
+  __device__ __forceinline__ uint32_t row_max(int i) const {
+    return warp_reduce<Max>(largest_of(run(i).at, 0u), kLanes);
+  }
+  __device__ __forceinline__ uint32_t largest() const {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) amax = largest_of(run(i).at, amax);
+    return amax;
+  }
+
+  // The place of a column among the column maxima: those that the threads of a warp raise at once
+  // are in different banks.
+  static __device__ __forceinline__ unsigned place(unsigned column) {
+    return column % n * kLanes + column / n;
+  }
+  // maxima [kTile] in shared memory, initially zero
+  __device__ __forceinline__ void raise_column_maxima(uint32_t* maxima) const {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      Element column[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) column[i] = run(i).at[j];
+      atomicMax(&maxima[place(col + j)], largest_of(column, 0u));
+    }
+  }
+
+  // tile <- cast(x * scale(i, j)) for element j of round i. largest: of all elements, or more.
+  template <class Q, class Scale>
+  __device__ __forceinline__ void encode(QuantizeTile<Q>& tile, uint32_t largest,
+                                         const Scale& scale) {
+    // What nvcc has made of the elements, and their places, it would keep from one use to the next,
+    // in more registers than there are.
+#pragma unroll
+    for (int k = 0; k < kRounds * kWords; ++k) ptx::forget(words[k / kWords][k % kWords]);
+    uint32_t first = row;
+    ptx::forget(first);
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      Q rounded[n];
+      ptx::forget(largest);  // nor does it then cast all rounds at once
+      encode_run(run(i).at, rounded, [&](int j) { return scale(i, j); }, largest);
+      store(&tile.at[tile.offset(first + i * kStep, col)], rounded);
     }
   }
 };

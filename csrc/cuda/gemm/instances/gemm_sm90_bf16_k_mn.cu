@@ -1,6 +1,0 @@
-// GEMM of bf16 operands: a K-major, b N-major.
-#include "cuda/gemm/instances/gemm_instances.cuh"
-
-namespace mixprec::cuda::sm90 {
-template Instance instance<Bf16, Bf16, Major::k, Major::mn, Accumulate::direct>(int row);
-}  // namespace mixprec::cuda::sm90

@@ -1,0 +1,9 @@
+// GEMM of fp16 operands, in all layouts.
+#include "cuda/gemm/kernel/gemm_sm90.cuh"
+
+namespace mixprec::cuda::sm90 {
+template Instance instance<Fp16, Fp16, Major::k, Major::k, Accumulate::direct>(int);
+template Instance instance<Fp16, Fp16, Major::k, Major::mn, Accumulate::direct>(int);
+template Instance instance<Fp16, Fp16, Major::mn, Major::k, Accumulate::direct>(int);
+template Instance instance<Fp16, Fp16, Major::mn, Major::mn, Accumulate::direct>(int);
+}  // namespace mixprec::cuda::sm90

@@ -1,7 +1,0 @@
-// muon_direction_ on CUDA tensors.
-#include "cuda/optim/step_launch.h"
-#include "math/step.h"
-
-STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
-  m.impl("muon_direction_", TORCH_BOX(&mixprec::cuda::update_<mixprec::MuonDirection>));
-}
