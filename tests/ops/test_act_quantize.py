@@ -6,7 +6,7 @@ import math
 
 import torch
 from cases import for_each, normal
-from definitions_fused import PLAIN
+from emulated.values.test_fused import PLAIN
 
 from mixprec.ops.act_quantize import KINDS, act_backward_op, act_quantize_op
 

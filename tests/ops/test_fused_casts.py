@@ -8,7 +8,7 @@ import math
 import independent as ind
 import torch
 from cases import for_each, normal
-from definitions_fused import PLAIN
+from emulated.values.test_fused import PLAIN
 
 import mixprec
 from mixprec.ops import act_quantize, norm_quantize

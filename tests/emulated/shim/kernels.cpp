@@ -16,6 +16,7 @@
 #include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize_mx/dequantize_mx.cuh"
 #include "cuda/quantize_mx/quantize_mx_array.cuh"
+#include "cuda/scale/delayed_scales.cuh"
 #include "cuda/scale/scale.cuh"
 #include "math/adamw.h"
 #include "math/lion.h"
@@ -249,5 +250,19 @@ int update_scale(float* scale, int32_t* growth_tracker, int32_t* hysteresis_trac
       {growth_factor, backoff_factor, growth_interval, static_cast<float>(min_scale),
        static_cast<float>(max_scale), static_cast<int>(hysteresis)},
       nullptr);
+}
+
+int update_delayed_scales(int64_t count, void** histories, void** scales, void** amaxes,
+                          const double* fmt_max, int64_t length, double two_to_minus_margin,
+                          int64_t power_of_two, int64_t most_recent) {
+  std::vector<DelayedScale> tensors(count);
+  for (int64_t i = 0; i < count; ++i) {
+    tensors[i] = {static_cast<float*>(histories[i]), static_cast<float*>(scales[i]),
+                  static_cast<float*>(amaxes[i]), static_cast<float>(fmt_max[i])};
+  }
+  return mixprec::cuda::update_delayed_scales(tensors.data(), count,
+                                              {length, static_cast<float>(two_to_minus_margin),
+                                               power_of_two != 0, most_recent != 0},
+                                              nullptr);
 }
 }

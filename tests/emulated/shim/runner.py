@@ -97,6 +97,13 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_(["-O2", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
 
 
+@cache
+def instrumented() -> Path:
+    """The kernels with a call at each access: of ThreadSanitizer, or of counting.cpp."""
+    words = ["-O2", "-g1", "-fsanitize=thread", "-fno-sanitize-recover=all"]
+    return compile_([*words, "-c", HERE / "sanitized.cpp"], ".o")
+
+
 Argument = bool | int | float | torch.dtype | torch.Tensor | Sequence[torch.Tensor | None] | None
 MaybeTensor = torch.Tensor | None
 # Is told the function and its arguments before and after every call.
@@ -359,6 +366,16 @@ def inv_scale(scale: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def update_delayed_scales_(
+    amax_histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor], fmt_max: Sequence[float], margin: int, *how: bool,
+) -> None:  # fmt: skip
+    limits = torch.tensor(fmt_max, dtype=torch.float64)
+    length = amax_histories[0].numel()
+    call("update_delayed_scales", len(scales), amax_histories, scales, amaxes, limits, length,
+         2.0**-margin, *how)  # fmt: skip
+
+
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     result = _result((), torch.float32)
     call("clip_coef", sum_sq, sum_sq.numel(), max_norm, result)
@@ -373,5 +390,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantize_mx": quantize_mx, "dequantize_mx": dequantize_mx,
     "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
+    "update_delayed_scales_": update_delayed_scales_,
     **{name: partial(update, name) for name in UPDATES},
 }  # fmt: skip

@@ -141,11 +141,12 @@ def program(sanitizer: str) -> Path:
     if ran.returncode != 0:
         pytest.skip(f"-fsanitize={sanitizer} does not run on this machine: {ran.stderr[-300:]}")
     scheduler = runner.compile_(["-O1", "-c", runner.SCHEDULER], ".o")
-    checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    # Not optimized where that takes a minute longer to compile than it saves in the run.
-    level = "-O0" if "undefined" in sanitizer else "-O1"
-    command = [level, "-g1", *checks, scheduler, runner.HERE / "sanitized.cpp"]
-    return runner.compile_(command, ".sanitized")
+    flag = f"-fsanitize={sanitizer}"
+    if sanitizer == "thread":
+        return runner.compile_([flag, scheduler, runner.instrumented()], ".sanitized")
+    # Not optimized: that takes a minute longer to compile than it saves in the run.
+    command = ["-O0", "-g1", flag, "-fno-sanitize-recover=all", scheduler]
+    return runner.compile_([*command, runner.HERE / "sanitized.cpp"], ".sanitized")
 
 
 def sanitized(sanitizer: str, calls: Path, **env: str) -> subprocess.CompletedProcess[str]:
