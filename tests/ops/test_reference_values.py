@@ -8,10 +8,6 @@ from definitions import DEFINITIONS
 from emulated.agreement import Agreement, reference
 from emulated.values.test_casts import *  # noqa: F403 (the tests, with the fixture below)
 from emulated.values.test_mx_values import *  # noqa: F403
-from emulated.values.test_scale_values import (
-    test_scale_from_amax,
-    test_scale_from_amax_layouts,
-)
 
 
 @pytest.fixture
