@@ -1,6 +1,6 @@
 // Counts the bytes that the kernels of kernels.cpp load from arrays and store to them, linked with
-// what -fsanitize=thread makes of them: these functions stand in for ThreadSanitizer's, of which that
-// option puts a call at each access. Accesses to other memory do not count.
+// what -fsanitize=thread makes of them: these functions stand in for ThreadSanitizer's, of which
+// that option puts a call at each access. Accesses to other memory do not count.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

@@ -260,9 +260,9 @@ int update_delayed_scales(int64_t count, void** histories, void** scales, void**
     tensors[i] = {static_cast<float*>(histories[i]), static_cast<float*>(scales[i]),
                   static_cast<float*>(amaxes[i]), static_cast<float>(fmt_max[i])};
   }
-  return mixprec::cuda::update_delayed_scales(tensors.data(), count,
-                                              {length, static_cast<float>(two_to_minus_margin),
-                                               power_of_two != 0, most_recent != 0},
-                                              nullptr);
+  return mixprec::cuda::update_delayed_scales(
+      tensors.data(), count,
+      {length, static_cast<float>(two_to_minus_margin), power_of_two != 0, most_recent != 0},
+      nullptr);
 }
 }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from emulated.triton_compiled.helpers import local_bytes, record_launches
+from emulated.triton_compiled.helpers import local_bytes, offsets, record_launches
 
 from mixprec.triton_kernels import configs, gemm, launch
 
@@ -132,9 +132,8 @@ def check(it: Build) -> Any:
     assert kernel.metadata.shared <= limit, f"{kernel.metadata.shared} of {limit} bytes"
     assert multiplications(ptx) == expected_multiplication(it)
     assert ("cp.async.bulk.tensor" in ptx) is it.uses_tma
-    offsets = re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", kernel.asm["ttir"])
     if it.bias is None:  # which has no more than N elements
-        assert set(offsets) == {"i64"}
+        assert offsets(kernel.asm["ttir"]) == {"i64"}
     elements = config.block_m * config.block_n // (32 * config.warps)
     if it.bias is None and not it.accumulate:
         promoted = it.family == "fp8" or "blocks" in (it.a_scale, it.b_scale)

@@ -118,21 +118,6 @@ def test_what_tma_cannot_take() -> None:
     assert not fits(torch.zeros(64, 8, dtype=FP8[0]))
 
 
-@pytest.mark.parametrize("setting", ["square", "tma"])
-def test_scales_of_128_rows_and_of_a_chunk(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    """Shapes of scales that belong to no granularity of quantize, and a strided bias."""
-    choose(monkeypatch, setting)
-    m, n, k = 150, 35, 100
-    a, b = small_integers((m, k), FP8[0], 4), small_integers((k, n), FP8[1], 4, seed=1)
-    scale, bias = torch.tensor([[0.5], [2.0]]), torch.arange(2.0 * n)[::2]
-    want = (a.float() @ b.float()) * scale[torch.arange(m) // 128] + bias
-    assert torch.equal(gemm.gemm(a, b, scale, None, bias, torch.float32, False), want)
-    a, b = small_integers((m, 300), FP8[0], 4)[:7], small_integers((300, n), FP8[1], 4, seed=1)
-    chunks = torch.tensor([0.5, 2.0, 0.25])
-    want = (a.float() * chunks[torch.arange(300) // 128]) @ b.float()
-    assert torch.equal(gemm.gemm(a, b, chunks[None], None, None, torch.float32, False), want)
-
-
 @triton.jit
 def _last_block_kernel(x_ptr, codes_ptr, ranges_ptr, n, BITS: tl.constexpr):
     """The last group of a tensor of n elements, of which memory holds no other."""
