@@ -90,7 +90,7 @@ def combinations(row: Row) -> list[tuple[torch.dtype, torch.dtype, str]]:
 
 
 # Orders of execution for a row, shared by its instances; more of them find rarer faults.
-INTERLEAVINGS = int(os.environ.get("MIXPREC_INTERLEAVINGS", "48"))
+INTERLEAVINGS = int(os.environ.get("MIXPREC_INTERLEAVINGS", "32"))
 
 
 @pytest.mark.parametrize("row", ALL_ROWS, ids=str)

@@ -28,8 +28,9 @@ def positive(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return small_integers(shape, torch.float32).abs().to(dtype)
 
 
-@pytest.mark.parametrize("setting", ["square", "tall", "wide"])
-@pytest.mark.parametrize("pair", [(HALF, HALF), (BF16, BF16), FP8], ids=name)
+@pytest.mark.parametrize(
+    ("setting", "pair"), [("square", (HALF, HALF)), ("wide", (BF16, BF16)), ("tall", FP8)], ids=name
+)
 def test_groups_of_any_size(
     monkeypatch: pytest.MonkeyPatch, poisoned: None, setting: str, pair: tuple[torch.dtype, ...]
 ) -> None:
