@@ -208,6 +208,7 @@ def test_what_a_call_runs_has_been_compared(monkeypatch: pytest.MonkeyPatch, nam
 
     for call in calls(name):
         kinds = self_check.most_like(op, self_check._kind(op.arguments, call))
+        assert 1 <= len(kinds) <= 4, "each costs its user a comparison"
         compared: set[int] = set()
         for i, (kind, example) in enumerate(examples):
             if kind in kinds:
