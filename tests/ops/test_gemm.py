@@ -21,10 +21,9 @@ from cases import (
     random_bits,
     small_integers,
 )
-from emulated.agreement import CPU
+from emulated.agreement import CPU, Variant
 from emulated.values.test_gemm_values import *  # noqa: F403 (the tests, with the fixture below)
 from emulated.values.test_gemm_values import KINDS, PAIRS, Pair, check, formats, product, scaled
-from emulated.variant import Variant
 
 import mixprec
 from mixprec.testing import assert_close, tolerance

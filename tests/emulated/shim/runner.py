@@ -93,7 +93,7 @@ def compile_(command: Sequence[str | Path], suffix: str, csrc: Path = CSRC) -> P
 
 @cache
 def library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(compile_(["-O2", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
+    return ctypes.CDLL(str(compile_(["-O1", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
 
 
 @cache

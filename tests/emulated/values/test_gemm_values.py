@@ -23,8 +23,7 @@ from cases import (
     small_integers,
     transposed,
 )
-from emulated.agreement import assert_bits
-from emulated.variant import Variant
+from emulated.agreement import Variant, assert_bits
 
 from mixprec.testing import assert_close, tolerance
 
