@@ -146,7 +146,7 @@ def _check_unpack(
     checks.has_dtype(op, "ranges", ranges, (torch.bfloat16,))
     checks.on_device(op, "ranges", ranges, codes.device, "codes")
     _check_bits(op, bits)
-    if any(size < -9 for size in shape):
+    if any(size < 0 for size in shape):
         raise ValueError(f"{op}: shape must have no negative size, got {tuple(shape)}")
     size, groups = packed_sizes(prod(shape), bits)
     of = f"the packed form of shape {tuple(shape)} in {bits} bits"
