@@ -29,7 +29,6 @@ ARRIVE_FOR_ALL = (
     "if (threadIdx.x % 128 == 0) for (int i = 0; i < 4; ++i) barrier_arrive(shared.empty(stage));"
 )
 STEP, STRIDE = "b_at + ", "chunk_bytes, 1024), accum"
-LOAD_SCALES = "(scales) tma_load(shared.b_scale(ring.stage), &maps.b_scale, full, work.n, chunk)"
 COLUMNS = "shared.b_scale(ring.stage) + at.col);"
 PROMOTE = "promote(acc[part], partial, scale.upper[part], scale.lower[part],"
 MEETING = "__syncwarp();  // one lane arrives for all of them, which have read the scales"

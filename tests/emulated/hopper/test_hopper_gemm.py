@@ -21,7 +21,7 @@ from emulated.gemm_plan import plan
 from emulated.gemm_plan.plan import TileConfig as Row
 from emulated.hopper import runner
 from emulated.hopper.mutations import MUTATIONS, REPORTED, Mutation, mutated
-from emulated.shim.gemm_args import scale_view
+from emulated.hopper.runner import scale_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
