@@ -43,11 +43,17 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("op_name", TRITON)
 def test_through_the_dispatcher(op_name: str) -> None:
-    """As an op of torch, compared on the examples that a GPU would run first."""
+    """As an op of torch, compared on the examples that a GPU would run first; of twins, whose
+    difference only the compiler sees, on those of odd sizes."""
     op = OPS[op_name]
+
+    def is_even(args: tuple[Any, ...]) -> bool:
+        x = args[0]
+        return isinstance(x, torch.Tensor) and x.numel() > 64 and x.numel() % 16 == 0
+
     with mixprec.use_backend("triton"):
         assert op.choose("cpu") is op.handle("triton")
-        found = self_check.difference(op, op.handle("triton"), "cpu")
+        found = self_check.difference(op, op.handle("triton"), "cpu", is_even)
     assert found is None, found
 
 
