@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -215,124 +213,6 @@ def scale_of(
     return min(max(scale, 2.0**-126), 2.0**126)
 
 
-def unscale(grad: torch.Tensor, inv_scale: float) -> tuple[np.ndarray, bool]:
-    """(bits of g * inv_scale in grad's dtype, whether g or the result is not finite)."""
-    raw = values(grad)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if grad.dtype == torch.float64:
-            product = raw * inv_scale
-        else:
-            product = (raw.astype(F32) * F32(inv_scale)).astype(np.float64)
-    out = narrow(product, grad.dtype)
-    back = decode_table(BY_DTYPE[grad.dtype])[out] if grad.dtype in BY_DTYPE else product
-    return out, not (np.isfinite(raw).all() and np.isfinite(back).all())
-
-
-def sum_of_squares(grads: Sequence[torch.Tensor], inv_scale: float | None) -> float:
-    """Sum of (g * inv_scale)^2, products in FP32 (FP64 for fp64), correctly rounded FP64 sum."""
-    total: list[float] = []
-    for grad in grads:
-        real = np.float64 if grad.dtype == torch.float64 else F32
-        wide = values(grad).astype(real)
-        if inv_scale is not None:
-            wide = wide * real(F32(inv_scale))
-        total += np.square(wide.astype(np.float64)).ravel().tolist()
-    return math.fsum(total)
-
-
-def power(base: float, exponent: int) -> float:
-    """base^exponent by squaring, from the lowest bit up: products only."""
-    result = 1.0
-    while exponent:
-        if exponent & 1:
-            result *= base
-        base *= base
-        exponent >>= 1
-    return result
-
-
-# What the optimizers share; step counts this one. The constants are FP64, rounded once.
-SETTINGS = {"maximize": False, "max_value": math.inf, "inv_scale": None, "clip": None}
-ADAMW = {**SETTINGS, "decoupled_weight_decay": True}
-SGD = {**SETTINGS, **dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov"), 0)}
-Array, Real = np.ndarray, type[np.floating]
-
-
-def _usable(g: np.ndarray, real: Real, s: SimpleNamespace) -> np.ndarray:
-    """The gradient unscaled, clipped, bounded, negated."""
-    for factor in (s.inv_scale, s.clip):
-        if factor is not None:
-            g = g * real(F32(factor))
-    limit = real(s.max_value)
-    g = np.where(g > limit, limit, np.where(g < -limit, -limit, g))
-    return -g if s.maximize else g
-
-
-def adamw(
-    p: Array, g: Array, m: Array, v: Array, step: int, real: Real = F32, **s: Any
-) -> tuple[Array, Array, Array]:
-    """One Adam step in `real` arithmetic, one NumPy operation per rounding; new (p, m, v)."""
-    h = SimpleNamespace(**(ADAMW | s))
-    p, g, m, v = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g, m, v))
-    step_size = real(h.lr / (1.0 - power(h.beta1, step)))
-    inv_sqrt_bc2 = real(1.0 / math.sqrt(1.0 - power(h.beta2, step)))
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        g = _usable(g, real, h)
-        decay = real(h.lr * h.weight_decay if h.decoupled_weight_decay else h.weight_decay)
-        if decay != 0 and h.decoupled_weight_decay:
-            p = p - decay * p
-        elif decay != 0:
-            g = g + decay * p
-        m = m + (g - m) * real(1.0 - h.beta1)
-        v = v * real(h.beta2) + (g * g) * real(1.0 - h.beta2)
-        p = p - step_size * (m / (np.sqrt(v) * inv_sqrt_bc2 + real(h.eps)))
-    return p, m, v
-
-
-def sgd(
-    p: Array, g: Array, b: Array | None, step: int, real: Real = F32, **s: Any
-) -> tuple[Array, Array | None]:
-    """The same for SGD; new (p, momentum buffer)."""
-    h = SimpleNamespace(**(SGD | s))
-    p, g = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g))
-    with np.errstate(over="ignore", invalid="ignore"):
-        g = _usable(g, real, h)
-        if real(h.weight_decay) != 0:
-            g = g + real(h.weight_decay) * p
-        if b is not None:
-            b = np.asarray(b, dtype=np.float64).astype(real)
-            b = g if step == 1 else b * real(h.momentum) + g * real(1.0 - h.dampening)
-            g = g + b * real(h.momentum) if h.nesterov else b
-        p = p - g * real(h.lr)
-    return p, b
-
-
-def lion(
-    p: Array, g: Array, m: Array, step: int, real: Real = F32, **s: Any
-) -> tuple[Array, Array]:
-    """The same for Lion; new (p, m)."""
-    h = SimpleNamespace(**(SETTINGS | s))
-    p, g, m = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g, m))
-    with np.errstate(over="ignore", invalid="ignore"):
-        g = _usable(g, real, h)
-        if (decay := real(h.lr * h.weight_decay)) != 0:
-            p = p - decay * p
-        c = m + (g - m) * real(1.0 - h.beta1)
-        return p - np.sign(c) * real(h.lr), m + (g - m) * real(1.0 - h.beta2)
-
-
-def muon_direction(
-    p: Array, g: Array, b: Array, step: int, real: Real = F32, **s: Any
-) -> tuple[Array, Array]:
-    """The same for the momentum of Muon; (direction, new momentum buffer)."""
-    h = SimpleNamespace(**(SETTINGS | s))
-    g, b = (np.asarray(t, dtype=np.float64).astype(real) for t in (g, b))
-    with np.errstate(over="ignore", invalid="ignore"):
-        g = _usable(g, real, h)
-        b = b + (g - b) * real(1.0 - h.momentum)
-        return b + (g - b) * real(1.0 - h.momentum) if h.nesterov else b, b
-
-
 def philox(counter: Sequence[int], seed: int) -> list[int]:
     """Philox4x32-10 in Python's integers."""
     c, k, word = list(counter), [seed & 0xFFFFFFFF, seed >> 32], 0xFFFFFFFF
@@ -350,30 +230,6 @@ def random16(count: int, seed: int, step: int, index: int, stream: int) -> np.nd
         words = philox([e // 8 & 0xFFFFFFFF, e // 8 >> 32, step, index + (stream << 30)], seed)
         bits += [half for w in words for half in (w & 0xFFFF, w >> 16)]
     return np.array(bits[:count], dtype=np.uint32)
-
-
-def stochastic_bf16(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """FP32 numbers as BF16 codes (uint16): rounded up in magnitude where the part cut off and the
-    random bits carry; Inf and NaN as by plain rounding."""
-    u = np.array(x, F32).view(np.uint32)
-    plain = narrow(np.asarray(x, np.float64), torch.bfloat16).astype(np.uint32)
-    carried = u.astype(np.uint64) + bits.reshape(u.shape) >> 16
-    return np.where(np.isfinite(x), carried, plain).astype(np.uint16)
-
-
-def grad_counts(grad: torch.Tensor, inv_scale: float | None, rounded: bool = False) -> list[int]:
-    """How many elements are Inf, NaN (before or after unscaling), 0, subnormal (before)."""
-    raw = values(grad)
-    wide = raw if grad.dtype == torch.float64 else raw.astype(np.float32)
-    with np.errstate(all="ignore"):
-        after = wide if inv_scale is None else wide * wide.dtype.type(inv_scale)
-        if rounded and grad.dtype in (torch.float16, torch.bfloat16):
-            after = values(torch.from_numpy(np.array(after, np.float32)).to(grad.dtype))
-        tiny = torch.finfo(grad.dtype).smallest_normal
-        nan = np.isnan(raw) | np.isnan(after)
-        inf = (np.isinf(raw) | np.isinf(after)) & ~nan
-        subnormal = (raw != 0) & (np.abs(raw) < tiny)
-    return [int(mask.sum()) for mask in (inf, nan, raw == 0, subnormal)]
 
 
 def assert_same_lists(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:

@@ -2,20 +2,22 @@
 
 The tests in values/ take the fixture `agree`, an Agreement. conftest.py there makes one for the
 kernels of csrc/cuda on the CPU, or for those of Triton in its interpreter, tests/gpu one for a GPU.
+Those of products take `variant`, one variant of gemm and gemm_accumulate_ on its own.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import independent as ind
+import pytest
 import torch
 
-import mixprec  # noqa: F401 (defines the ops)
+import mixprec
 from mixprec.ops._dispatch.op import OPS
 
 TRITON = [name for name, op in OPS.items() if op.triton is not None]
@@ -141,3 +143,64 @@ class Agreement(Budget):
         for i, tensor in enumerate(tensors(ours)):
             assert_nothing_beside(tensor, f"{op}: argument {i}")
         return after
+
+
+# Products of parameters, of which an emulation takes every fifth.
+THINNED = ("test_all_layouts", "test_scales_and_bias", "test_random_and_one_signed_data",
+           "test_small_integers")  # fmt: skip
+
+
+def thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = ([i for i in items if getattr(i, "originalname", "") == name] for name in THINNED)
+    dropped = {item for test in tests for n, item in enumerate(test) if (n + n // 5) % 5}
+    config.hook.pytest_deselected(items=[*dropped])
+    items[:] = [item for item in items if item not in dropped]
+
+
+@dataclass
+class Variant(Budget):
+    """Runs calls by one backend; None where it refuses a call."""
+
+    backend: str
+    device: torch.device
+    most: int = 1 << 40
+    quick: bool = True
+    ran: int = 0
+    refusals: set[str] = field(default_factory=set)
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The result of op, or its first argument where it returns nothing."""
+        try:
+            with mixprec.use_backend(self.backend):
+                result = op(*args, **options)
+        except RuntimeError as error:
+            if "no backend can run" not in str(error):
+                raise
+            self.refusals.add(str(error))
+            return None
+        self.ran += 1
+        return args[0] if result is None else result
+
+    def gemm(self, *args: Any, **options: Any) -> torch.Tensor | None:
+        """Of CPU tensors, on the CPU. Nothing else is written."""
+        return self._on_device(mixprec.gemm, [], args, options)
+
+    def accumulate(self, acc: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor | None:
+        """A new tensor, and acc stays as it is."""
+        return self._on_device(mixprec.gemm_accumulate_, [acc], args, options)
+
+    def _on_device(self, op: Any, written: list[Any], args: Any, options: Any) -> Any:
+        there, read = moved(written, self.device), moved(list(args), self.device)
+        options = dict(zip(options, moved(list(options.values()), self.device), strict=True))
+        result = self(op, *there, *read, **options)
+        result = None if result is None else result.clone().cpu()
+        assert_bits(tensors(read), tensors(list(args)), "an operand has changed, ")
+        for x in tensors([there, read]):
+            assert_nothing_beside(x, op.__name__)
+        return result
+
+    def finish(self) -> None:
+        for reason in sorted(self.refusals):
+            print(f"left out: {reason}")
+        if not self.ran:
+            pytest.skip("; ".join(sorted(self.refusals)))

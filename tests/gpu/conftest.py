@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from emulated.variant import thin
+from emulated.agreement import thin
 from on_gpu import FAKE_DEVICE
 
 import mixprec

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 import torch
 from cases import small_integers, transposed
+from emulated.agreement import Variant
 from emulated.values.test_gemm_values import *  # noqa: F403 (the tests, with the fixture below)
 from emulated.values.test_gemm_values import Pair, check, formats, product
-from emulated.variant import Variant
 from on_gpu import FAKE_DEVICE
 
 import mixprec

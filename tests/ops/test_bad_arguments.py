@@ -10,7 +10,8 @@ import pytest
 import torch
 from cases import for_each
 from emulated.agreement import tensors
-from op_arguments import arguments
+from emulated.values.test_updates import RULES
+from op_arguments import UPDATES, arguments
 
 import mixprec
 from mixprec import ops
@@ -93,13 +94,18 @@ GOOD: dict[str, dict[str, Any]] = {
     "update_delayed_scales_": {
         "amax_histories": [K], "scales": [ONE], "amaxes": [ONE.clone()], "fmt_max": [448.0],
     },
-    "sgd_": {
-        "params": [torch.zeros(300)], "grads": [torch.zeros(300)], "masters": [],
-        "momentum_buffers": [torch.zeros(300).byte()], "steps": torch.zeros(1), "lr": 1.0,
-        "momentum": 0.9, "indices": (0,), "state_scales": [torch.zeros(2)],
-    },
     "unscale_": {"grads": [K], "inv_scale": ONE, "found_inf": FLAG},
     "grad_stats_": {"grads": [K], "inv_scale": None, "found_inf": FLAG, "sum_sq": SUM},
+}  # fmt: skip
+T = torch.ones(3)
+GOOD |= {  # of one FP32 param
+    op: {name: [T.clone()] for name in ("params", "grads", *OPS[op].states)}
+    | {"masters": [], "steps": torch.zeros(1), **RULES[rule][2]}
+    for op, rule in zip(UPDATES, ("decoupled", "momentum", "lion", "muon"), strict=True)
+}
+EIGHT_BITS = {
+    "params": [torch.zeros(300)], "grads": [torch.zeros(300)], "indices": (0,),
+    "momentum_buffers": [torch.zeros(300).byte()], "state_scales": [torch.zeros(2)],
 }  # fmt: skip
 OF_B = (
     r"b_scale_inv must hold one element or have shape \[1, N\] = \(1, 5\), "
@@ -291,10 +297,42 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("update_scale_", {"hysteresis_tracker": SEED}, "hysteresis_tracker must hold one int32"),
         ("update_scale_", {"found_inf": FLAG[:0]}, "found_inf must hold one float32"),
         ("update_scale_", {"counters": COUNTERS[:2]}, r"counters must have shape .* = \(3,\)"),
-        ("sgd_", {"state_scales": []}, r"momentum_buffers\[0\] is uint8, .*state_scales, got none"),
-        ("sgd_", {"state_scales": [K] * 2}, r"state_scales .*one tensor per state and .*got 2"),
-        ("sgd_", {"state_scales": [K[:3]]}, r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
-        ("sgd_", {"indices": ()}, r"bfloat16 or uint8 with indices .*, got uint8 without"),
+        *(
+            ("sgd_", EIGHT_BITS | changes, message)
+            for changes, message in (
+                ({"state_scales": []}, r"momentum_buffers\[0\] is uint8, .*state_scales, got none"),
+                ({"state_scales": [K] * 2}, r"state_scales .*one tensor per state and .*got 2"),
+                ({"state_scales": [K[:3]]}, r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
+                ({"indices": ()}, r"bfloat16 or uint8 with indices .*, got uint8 without"),
+            )
+        ),
+        *(
+            (
+                op,
+                {OPS[op].states[-1] if key == "state" else key: value},
+                message.replace("STATE", OPS[op].states[-1]),
+            )
+            for op in UPDATES
+            for key, value, message in (
+                ("params", T, "params must be a list of tensors, got Tensor"),
+                ("params", [torch.ones(9).as_strided((2, 3), (1, 1))], r"params\[0\] is wr"),
+                ("grads", [T, T], r"grads must have one tensor per param \(1\), got 2"),
+                ("grads", [T[:2]], r"grads\[0\] must have shape"),
+                ("grads", [T.double()], r"grads\[0\] must have dtype .*float64"),
+                ("state", [T, T], r"STATE must have one tensor per param \(1\), got 2"),
+                ("state", T, "STATE must be a list of tensors, got Tensor"),
+                ("state", [T.half()], r"STATE\[0\] must have dtype float32"),
+                ("state", [T[:2]], r"STATE\[0\] must have shape"),
+                ("state", [T.bfloat16()], r"STATE\[0\] must have .*with indices"),
+                ("masters", [T.half()], r"masters\[0\] must have dtype float32"),
+                ("steps", [T[:1]], "steps must be a torch.Tensor, got list"),
+                ("steps", torch.zeros(2), r"steps must have shape .* = \(1,\)"),
+                ("max_value", 0.0, "max_value must be positive"),
+                ("stochastic_rounding", True, r"indices must have one number per param \(1"),
+                ("indices", [-1], r"indices must be in \[0, 2\^30\)"),
+                ("lr", T[:1].half(), "lr_tensor must hold one float32"),
+            )
+        ),
         ("update_delayed_scales_", {"amaxes": K}, "amaxes must be a list of tensors, got Tensor"),
         ("update_delayed_scales_", {"amaxes": []}, "amaxes must be as many as scales, 1, got 0"),
         ("update_delayed_scales_", {"fmt_max": [1.0] * 3}, "fmt_max must be as many as .*, got 3"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
-from itertools import chain
 
 import independent as ind
 import numpy as np
 import pytest
 import torch
 from cases import every_second, offset
-from emulated.shim import runner
 
 from mixprec.ops.delayed_scales import UNUSED, update_delayed_scales_
 
@@ -61,44 +58,3 @@ def test_against_plain_numbers(
         for scale, (_, number) in zip(scales, want, strict=True):
             ind.assert_bits(scale, np.array(number, np.float32).view(np.uint32))
         assert [a.item() for a in amaxes] == [UNUSED] * n
-
-
-class DelayedScale(ctypes.Structure):
-    """csrc/cuda/scale/scale.cuh: struct DelayedScale."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("history", "scale", "amax")),
-        ("fmt_max", ctypes.c_float),
-    )
-
-
-class DelayedRule(ctypes.Structure):
-    """csrc/cuda/scale/scale.cuh: struct DelayedRule."""
-
-    _fields_ = (
-        *(("length", ctypes.c_int64), ("two_to_minus_margin", ctypes.c_float)),
-        *((name, ctypes.c_bool) for name in ("power_of_two", "most_recent")),
-    )
-
-
-@pytest.mark.parametrize("most_recent", [False, True])
-@pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize(("n", "length", "margin"), [(1, 1, 0), (8, 5, 2), (1001, 4, -1)])
-def test_the_cuda_kernel_on_the_cpu(
-    n: int, length: int, margin: int, power_of_two: bool, most_recent: bool
-) -> None:
-    source = runner.HERE / "delayed_scales.cpp"
-    library = ctypes.CDLL(str(runner.compile_(["-O2", "-shared", runner.SCHEDULER, source], ".so")))
-    lists = tensors(random.Random(n), n, length)
-    limits = (LIMITS * n)[:n]
-    same = [[t.clone() for t in tensors] for tensors in lists]
-    rows = (DelayedScale * n)(
-        *(DelayedScale(*(t.data_ptr() for t in row), limit)
-          for *row, limit in zip(*lists, limits, strict=True))
-    )  # fmt: skip
-    rule = DelayedRule(length, 2.0**-margin, power_of_two, most_recent)
-    assert library.update_delayed_scales(rows, ctypes.c_int64(n), ctypes.byref(rule)) == 0
-    rules = (margin, power_of_two, most_recent)
-    torch.ops.mixprec.update_delayed_scales_reference_(*same, limits, *rules)
-    for got, want in zip(chain(*lists), chain(*same), strict=True):
-        ind.assert_same_bits(got, want, "update_delayed_scales_")

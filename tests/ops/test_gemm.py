@@ -1,4 +1,5 @@
-"""gemm and gemm_accumulate_: exact where sums are exact, within the derived bound elsewhere."""
+"""gemm and gemm_accumulate_ on the CPU: the tests of test_gemm_values.py, every pair of sizes,
+products of all codes, and scales that are no powers of two."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 
 import independent as ind
 import numpy as np
+import pytest
 import torch
 from cases import (
     FP8,
@@ -18,30 +20,34 @@ from cases import (
     pairwise,
     random_bits,
     small_integers,
-    transposed,
 )
-from products import PAIRS, Pair, check_close, check_exact, formats, product
+from emulated.agreement import CPU, Variant
+from emulated.values.test_gemm_values import *  # noqa: F403 (the tests, with the fixture below)
+from emulated.values.test_gemm_values import KINDS, PAIRS, Pair, check, formats, product, scaled
 
 import mixprec
+from mixprec.testing import assert_close, tolerance
 
 SIZES = (0, 1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100, 129, 257)
-# 225 of the 3375 triples: k runs along the diagonals, so every pair of values of (M, N), (M, K)
-# and (N, K) occurs exactly once.
-TRIPLES = tuple(
-    (m, n, SIZES[(i + j) % len(SIZES)]) for i, m in enumerate(SIZES) for j, n in enumerate(SIZES)
-)
+
+
+@pytest.fixture(params=["cpp", "reference"])
+def variant(request: pytest.FixtureRequest, poisoned: None, two_threads: None) -> Variant:
+    return Variant(request.param, CPU, most=1 << 24, quick=request.param == "cpp")
 
 
 @formats
-def test_small_integers_are_exact_for_all_sizes(backend: str, poisoned: None, pair: Pair) -> None:
-    """And for any two layouts."""
-    for i, (m, n, k) in enumerate(TRIPLES, start=PAIRS.index(pair)):
+def test_every_pair_of_sizes(backend: str, poisoned: None, pair: Pair) -> None:
+    """K runs along the diagonals: any two values of two of M, N and K meet, in any two layouts."""
+    for i, (m, n, k) in enumerate(pairwise(SIZES, SIZES, SIZES), start=PAIRS.index(pair)):
         a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
         a, b = LAYOUTS[i % len(LAYOUTS)](a), LAYOUTS[i // len(LAYOUTS) % len(LAYOUTS)](b)
-        out_dtype = WIDE[i % 3]
+        out_dtype, acc = WIDE[i % 3], torch.ones(m, n)
         c = mixprec.gemm(a, b, out_dtype=out_dtype)
         assert (c.dtype, c.is_contiguous()) == (out_dtype, True)
-        check_exact(c, product(a, b), f"[{m}, {k}] @ [{k}, {n}] to {out_dtype}")
+        check(c, product(a, b), f"[{m}, {k}] @ [{k}, {n}] to {out_dtype}")
+        mixprec.gemm_accumulate_(acc, a, b)
+        check(acc, product(a, b) + 1, f"[{m}, {k}] @ [{k}, {n}], accumulated")
 
 
 @for_each("pair", PAIRS)
@@ -52,85 +58,52 @@ def test_products_of_codes(backend: str, pair: Pair) -> None:
         a, b = (from_bits(np.arange(256, dtype=np.uint8), dtype) for dtype in pair)
     else:
         a, b = (random_bits(700, dtype, seed) for seed, dtype in enumerate(pair))
-    a, b = a[:, None], b[None]
-    with np.errstate(invalid="ignore", over="ignore"):
-        want = ind.values(a) * ind.values(b)
-        for out_dtype in WIDE if pair[0] in FP8 else (torch.float32,):
-            c = mixprec.gemm(a, b, out_dtype=out_dtype)
-            if pair[0] == torch.bfloat16:  # sums may be flushed below FP32's normal numbers
-                tiny = np.abs(want) < 2.0**-125
-                want, c = np.where(tiny, 0.0, want), c.masked_fill(torch.from_numpy(tiny), 0.0)
-            check_exact(c, want, str(out_dtype))
-
-
-@for_each("bias_dtype, out_dtype", pairwise(WIDE, WIDE))
-@formats
-def test_one_rounding_after_scales_and_bias(
-    backend: str, pair: Pair, bias_dtype: torch.dtype, out_dtype: torch.dtype
-) -> None:
-    """Sums with more bits than any 16-bit output, exact in FP32: every early rounding shows."""
-    for m, n, k in ((33, 70, 64), (64, 129, 200), (5, 3, 1)):
-        a, b = small_integers((m, k), pair[0], seed=k), small_integers((k, n), pair[1], seed=n)
-        bias = (normal((n,), torch.float64, seed=3) * 4096).round().div(1024).to(bias_dtype)
-        exact = product(a, b) * 0.25 + ind.values(bias)
-        assert (np.abs(exact) < 2.0**13).all()  # with 2^-10 as the last place: 23 bits
-        c = mixprec.gemm(a, b, a_scale_inv=0.5, b_scale_inv=0.5, bias=bias, out_dtype=out_dtype)
-        check_exact(c, exact, f"bias {bias_dtype}")
-        for strided in (bias.repeat_interleave(2)[::2], bias[:1].expand(n)):
-            c = mixprec.gemm(a, b, bias=strided, out_dtype=out_dtype)
-            check_exact(c, product(a, b) + ind.values(strided))
+    want = product(a[:, None], b[None])
+    for out_dtype in WIDE if pair[0] in FP8 else (torch.float32,):
+        c = mixprec.gemm(a[:, None], b[None], out_dtype=out_dtype)
+        if pair[0] == torch.bfloat16:  # sums may be flushed below FP32's normal numbers
+            tiny = want.abs() < 2.0**-125
+            want, c = want.masked_fill(tiny, 0.0), c.masked_fill(tiny, 0.0)
+        check(c, want, str(out_dtype))
 
 
 @formats
 def test_scales_and_default_output(backend: str, pair: Pair) -> None:
     a, b = normal((37, 50), pair[0], 1), normal((50, 29), pair[1], 2)
-    c = mixprec.gemm(a, b)
-    assert c.dtype == (torch.bfloat16 if pair[0] in FP8 else pair[0])
-    check_close(c, a, b)
+    assert mixprec.gemm(a, b).dtype == (torch.bfloat16 if pair[0] in FP8 else pair[0])
     for sa, sb in ((0.1, 3.0), (0.1, None), (None, 1 / 448), (1e-20, 1e20)):
-        want = float(np.float32(sa or 1)) * float(np.float32(sb or 1))
+        left, right = a.double() * np.float32(sa or 1), b.double() * np.float32(sb or 1)
         for out_dtype in WIDE:
             c = mixprec.gemm(a, b, a_scale_inv=sa, b_scale_inv=sb, out_dtype=out_dtype)
-            check_close(c, a, b, want)
+            assert_close(c, left @ right, tolerance(left @ right, left, right, out_dtype))
             ta, tb = (None if s is None else torch.tensor([s]) for s in (sa, sb))
-            again = mixprec.gemm(a, b, a_scale_inv=ta, b_scale_inv=tb, out_dtype=out_dtype)
-            ind.assert_same_bits(again, c)
+            scales = {"a_scale_inv": ta, "b_scale_inv": tb, "out_dtype": out_dtype}
+            ind.assert_same_bits(mixprec.gemm(a, b, **scales, fast_accum=True), c)
 
 
-@for_each("out_dtype", WIDE)
-@formats
-def test_random_and_one_signed_data_within_the_bound(
-    backend: str, two_threads: None, pair: Pair, out_dtype: torch.dtype
+MIXED = tuple(itertools.product(KINDS, KINDS))[1:]
+
+
+@for_each("kinds, out_dtype", [(kinds, WIDE[i % 3]) for i, kinds in enumerate(MIXED)])
+def test_scales_that_are_no_powers_of_two(
+    backend: str, kinds: tuple[str, str], out_dtype: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for m, n, k in ((130, 140, 300), (9, 33, 4096), (1, 70, 4096), (70, 1, 513)):
-        for positive in (False, True):
-            a = torch.rand((m, k), generator=generator) - (0 if positive else 0.5)
-            b = torch.rand((k, n), generator=generator) - (0 if positive else 0.5)
-            a, b = a.to(pair[0]), transposed(b.to(pair[1]))
-            c = mixprec.gemm(a, b, out_dtype=out_dtype)
-            check_close(c, a, b)
-            ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype), c, "second run")
-            ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype, fast_accum=True), c)
-            acc = torch.zeros(m, n)
-            for at in range(0, k, 100):  # micro-batches of K
-                mixprec.gemm_accumulate_(acc, a[:, at : at + 100], b[at : at + 100])
-            check_close(acc, a, b)
-
-
-@for_each("pair, out_dtype", pairwise(PAIRS, WIDE))
-def test_nan_and_inf_propagate(backend: str, pair: Pair, out_dtype: torch.dtype) -> None:
-    not_finite = (math.nan, math.inf, -math.inf)
-    for m, n, k in ((17, 35, 40), (1, 1, 1), (64, 64, 129)):
-        a, b = small_integers((m, k), pair[0], seed=1), small_integers((k, n), pair[1], seed=2)
-        for bad, i, first in itertools.product(not_finite, (0, -1), (True, False)):
-            left, right = a.clone(), b.clone()
-            (left if first else right)[i, i] = bad  # E4M3 has no Inf: NaN or 448, both are fine
-            c = mixprec.gemm(left, right, out_dtype=out_dtype)
-            check_exact(c, product(left, right), f"{bad} in {'a' if first else 'b'}")
-    bias = torch.tensor([1.0, math.nan, math.inf])
-    c = mixprec.gemm(a[:2], b[:, :3], bias=bias, out_dtype=out_dtype)
-    check_exact(c, product(a[:2], b[:, :3]) + ind.values(bias))
+    """Wide apart, on random and on one-signed data; Inf and NaN stay in their rows."""
+    values = torch.tensor([0.1, 1.0, 3.7, 1e-3, 1 / 448])
+    for i, (m, n, k) in enumerate(((70, 257, 300), (9, 33, 1100))):
+        pair = PAIRS[(i + len(kinds[0])) % len(PAIRS)]
+        a, b = normal((m, k), torch.float32, i), normal((n, k), torch.float32, i + 9)
+        a, b = (x.abs().to(d) if i else x.to(d) for x, d in zip((a, b), pair, strict=True))
+        (sa, left), (sb, right) = scaled(a, kinds[0], i, values), scaled(b, kinds[1], 5, values)
+        want, scales = left @ right.t(), {"a_scale_inv": sa, "b_scale_inv": sb.t()}
+        c = mixprec.gemm(a, b.t(), **scales, out_dtype=out_dtype)
+        assert_close(c, want, tolerance(want, left, right.t(), out_dtype))
+        acc = torch.zeros(m, n)
+        mixprec.gemm_accumulate_(acc, a, b.t(), **scales)
+        assert_close(acc, want, tolerance(want, left, right.t(), torch.float32))
+        a[3, k - 1] = math.nan
+        got = mixprec.gemm(a, b.t(), **scales)
+        assert torch.equal(got.isnan().any(1), torch.arange(m) == 3)
 
 
 def test_overflow_is_inf_as_ieee_says(backend: str) -> None:
@@ -138,25 +111,9 @@ def test_overflow_is_inf_as_ieee_says(backend: str) -> None:
     for out_dtype in WIDE:
         for target in (65504.0, 65519.0, 65520.0, -65520.0, 1e6):
             b = torch.tensor([[target // 2048.0], [target % 2048.0]]).half()
-            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.array([[target]]))
+            want = torch.tensor([[target]]).double()
+            check(mixprec.gemm(a, b, out_dtype=out_dtype), want, str(target))
         assert mixprec.gemm(big, big, out_dtype=out_dtype).isposinf().all()
-
-
-@formats
-def test_accumulate_is_exact_and_stays_inside(backend: str, pair: Pair) -> None:
-    """Into rows, columns or steps of a larger buffer, the rest of which keeps its bits."""
-    for i, (m, n, k) in enumerate(TRIPLES[:: 1 if backend == "cpp" else 5]):
-        a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
-        kind = (i + i // 15) % 3
-        buffer = torch.randint(-9, 10, (2 * m + 3, 3 * n + 3)).float()
-        buffer = transposed(buffer) if kind == 1 else buffer
-        at = np.s_[1 : m + 1, 2 : n + 2] if kind < 2 else np.s_[1 : 2 * m : 2, 2 : 3 * n + 1 : 3]
-        left, right = transposed(a) if i % 2 else a, transposed(b) if i % 3 else b
-        for sa, sb in ((None, None), (0.25, 8.0)) if i % 7 == 0 else ((None, None),):
-            want = buffer.clone()
-            want[at] += torch.from_numpy(product(a, b) * (sa or 1.0) * (sb or 1.0)).float()
-            mixprec.gemm_accumulate_(buffer[at], left, right, a_scale_inv=sa, b_scale_inv=sb)
-            ind.assert_bits(buffer + 0.0, ind.bits(want + 0.0), f"{m} {n} {k} {at}")
 
 
 def test_accumulate_edges(backend: str) -> None:
@@ -166,9 +123,23 @@ def test_accumulate_edges(backend: str) -> None:
     mixprec.gemm_accumulate_(acc, *nothing)
     ind.assert_same_bits(acc[0], before[0])
     ind.assert_same_bits(acc[1:] + 0.0, before[1:] + 0.0)
-    ones = torch.ones(3, 4).half(), torch.ones(4, 2).half()
-    mixprec.gemm_accumulate_(acc, *ones)
-    check_exact(acc, ind.values(before) + 4.0)
+    mixprec.gemm_accumulate_(acc, torch.ones(3, 4).half(), torch.ones(4, 2).half())
+    check(acc, before.double() + 4.0, "ones")
     overflowing = torch.full((1, 1), 3e38)
     mixprec.gemm_accumulate_(overflowing, *[torch.full((1, 1), 1e19).bfloat16()] * 2)
     assert overflowing.isposinf().all()
+
+
+@for_each("kinds", [("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")])
+def test_quantized_operands_bring_their_scales(backend: str, kinds: tuple[str, str]) -> None:
+    operands, values = [], []
+    for rows, fmt, kind in zip((140, 150), (mixprec.E4M3, mixprec.E5M2), kinds, strict=True):
+        t = small_integers((rows, 300), fmt.dtype, seed=rows)
+        s, wide = scaled(t, kind, 1)
+        operands.append(mixprec.Quantized(t, s, torch.zeros(()), None, None, fmt, kind))
+        values.append(wide)
+    (x, w), want = operands, values[0] @ values[1].t()
+    got = mixprec.gemm(x, w.data.t(), b_scale_inv=w.scale_inv.t(), out_dtype=torch.float32)
+    check(got, want, "a Quantized")
+    check(mixprec.gemm(x, w.t(), out_dtype=torch.float32), want, "both")
+    check(mixprec.gemm(w, x.t(), out_dtype=torch.float32), want.t(), "in the other order")

@@ -8,28 +8,11 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import contiguous, for_each, from_bits, normal, transposed
+from cases import contiguous, for_each, normal, transposed
 
 import mixprec
 from mixprec.ops._dispatch.op import OPS
 from mixprec.ops._reference.scale_layout import GRANULARITIES
-
-
-def neighbours_of_ties(spec: ind.Spec) -> torch.Tensor:
-    """Each fp32 tie between two codes with the patterns just below and above it, both signs."""
-    ties = ind.midpoints(spec).astype(np.float32).view(np.uint32).astype(np.int64)
-    around = np.concatenate([ties - 1, ties, ties + 1]).clip(0, 0x7FFFFFFF)
-    return from_bits(np.concatenate([around, around | 0x80000000]).astype(np.uint32), torch.float32)
-
-
-@for_each("tail", [0, 1, 7, 15, 31])
-def test_a_code_does_not_depend_on_its_position(backend: str, tail: int) -> None:
-    """Vector body and scalar tail round alike."""
-    for spec in ind.SPECS:
-        ties = neighbours_of_ties(spec)[:: 3 if spec.bits == 8 else 997][:40]
-        for value in ties[::4]:
-            codes = ind.bits(mixprec.quantize(value.repeat(64 + tail), spec.dtype, scale=1.0).data)
-            assert (codes == codes[0]).all(), f"{spec.name}: {value.item()} at {np.diff(codes)}"
 
 
 def test_the_rule_in_plain_numbers(backend: str) -> None:

@@ -1,4 +1,5 @@
-"""The references give the bits of the same rules in NumPy."""
+"""The references of casts and scales give the bits of the same rules in NumPy: all others are
+compared with kernels, which were written apart from them, in test_values.py alone."""
 
 from __future__ import annotations
 
@@ -6,12 +7,7 @@ import pytest
 from definitions import DEFINITIONS
 from emulated.agreement import Agreement, reference
 from emulated.values.test_casts import *  # noqa: F403 (the tests, with the fixture below)
-from emulated.values.test_fused import *  # noqa: F403
-from emulated.values.test_grads import *  # noqa: F403
 from emulated.values.test_mx_values import *  # noqa: F403
-from emulated.values.test_pack_values import *  # noqa: F403
-from emulated.values.test_scale_values import *  # noqa: F403
-from emulated.values.test_updates import *  # noqa: F403
 
 
 @pytest.fixture

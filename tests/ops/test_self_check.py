@@ -1,5 +1,6 @@
-"""The examples that a kernel is compared on come in twins, and which of them a call is compared on
-before its Triton kernel first runs."""
+"""The examples that a kernel is compared on come in twins, and what makes calls different ones.
+
+Which of them a call is compared on: test_triton_compile.py."""
 
 from __future__ import annotations
 
@@ -23,13 +24,6 @@ def kind(op: str, *args: Any) -> self_check.Kind:
     return self_check.kind(OPS[op].arguments, args)
 
 
-def compared(op: str, *args: Any) -> list[list[Any]]:
-    """The examples that a call is compared on."""
-    every = {kind(op, *example) for example in OPS[op].examples("cpu")}
-    kinds = self_check.most_like(kind(op, *args), every)
-    return [example for example in OPS[op].examples("cpu") if kind(op, *example) in kinds]
-
-
 @pytest.mark.parametrize("op", sorted(OPS.keys() - set(WITHOUT)))
 def test_examples_come_in_twins(op: str) -> None:
     """With the same dtypes and options there are a multiple of 16 elements and another number, and
@@ -46,31 +40,6 @@ def test_examples_come_in_twins(op: str) -> None:
 
 
 CAST = E4M3, None, True, "tensor", True
-# An op, and a call of it with x [M, K].
-CALLS = {
-    "amax": lambda x: (x,),
-    "quantize": lambda x: (x, *CAST),
-    "quantize_mx": lambda x: (x, "mxfp8_e4m3", "rceil", True, None, False, False),
-    "act_quantize": lambda x: (x, x, "silu", BF16, None, False, "tensor", True),
-    "norm_quantize": lambda x: (x, x, x[0].float(), None, 1e-5, False, *CAST),
-    "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), BF16),
-    "gemm": lambda x: (x, x.t(), None, None, None, BF16, False),
-    "pack": lambda x: (x, 4, 1, 2, None),
-}
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_a_call_is_compared_on_sizes_like_its_own(op: str) -> None:
-    for shape, divisible in (((256, 512), True), ((255, 511), False)):
-        args = CALLS[op](torch.zeros(shape, dtype=BF16))
-        found = compared(op, *args)
-        assert 1 <= len(found) <= 2
-        for example in found:
-            assert (example[0].numel() % 16 == 0, example[0].shape[-1] % 16 == 0) in (
-                {(True, True)} if divisible else {(False, False), (True, False)}
-            )
-    both = CALLS[op](torch.zeros((255, 512), dtype=BF16))
-    assert any(example[0].shape[-1] % 16 == 0 for example in compared(op, *both))
 
 
 def test_what_makes_another_kind() -> None:
@@ -101,9 +70,3 @@ def test_lists_are_sets_of_what_is_launched() -> None:
         "unscale_", [*grads, *grads], one, flag, None
     )
     assert kind("unscale_", grads, one, flag, None) != kind("unscale_", grads[:2], one, flag, None)
-    (example,) = compared("unscale_", grads, one, flag, None)
-    assert {x.dtype for x in example[0]} == {BF16}
-    (example,) = compared(
-        "unscale_", [*grads, grads[0].float()], one, flag, torch.zeros(4, 4).long()
-    )
-    assert {BF16, F32} < {x.dtype for x in example[0]}

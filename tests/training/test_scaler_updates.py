@@ -171,7 +171,7 @@ def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[flo
 
 @every_optimizer
 def test_hysteresis_and_limits(make: Make) -> None:
-    """Megatron-LM's rule; tests/ops/definitions_scalars.py has it in Python, for any state.
+    """Megatron-LM's rule; update_scale_reference_ has it in Python, for any state.
 
     An overflow takes one from the hysteresis, and backs off once that is used up; growth, after an
     interval without, fills it again.

@@ -28,8 +28,7 @@ ARRIVE = "if (lane == 0) barrier_arrive(shared.empty(stage));"
 ARRIVE_FOR_ALL = (
     "if (threadIdx.x % 128 == 0) for (int i = 0; i < 4; ++i) barrier_arrive(shared.empty(stage));"
 )
-STEP, LEADING, STRIDE = "b_at + ", "(b_at + step * b_step, ", "chunk_bytes, 1024), accum"
-LOAD_SCALES = "(scales) tma_load(shared.b_scale(ring.stage), &maps.b_scale, full, work.n, chunk)"
+STEP, STRIDE = "b_at + ", "chunk_bytes, 1024), accum"
 COLUMNS = "shared.b_scale(ring.stage) + at.col);"
 PROMOTE = "promote(acc[part], partial, scale.upper[part], scale.lower[part],"
 MEETING = "__syncwarp();  // one lane arrives for all of them, which have read the scales"
@@ -39,7 +38,6 @@ LAST_READ = "tma_store_wait_read<0>();  // shared memory is freed"
 BOX_BARRIER = "named_barrier(1 + consumer, 128);"
 BOX_WAIT = "if (is_leader()) latest ? tma_store_wait_read<0>() : tma_store_wait_read<1>();"
 THREAD_0_WAITS = BOX_WAIT.replace("is_leader()", "threadIdx.x % 128 == 0")
-UNSWIZZLED = "(to + (word - (word ^ row % 8)) * 16), acc"
 WORDS = "((2 * pair + word) ^ (row % 8)) * 16"
 
 # fmt: off
@@ -55,12 +53,10 @@ REPORTED = (
     Mutation("no block 2", "cluster", "lane < T::kCluster", "lane <= T::kCluster"),
     Mutation("block mask 0x7", "cluster", "(1 << T::kCluster) - 1", "7"),
     Mutation("128-byte", "direct", "tma_load(to, &maps.a", "tma_load((char*)to + 64, &maps.a"),
-    Mutation("128-byte", "direct", "store(out_map, box", "store(out_map, box + 64"),
     Mutation("TMA store may read", "direct", LAST_READ, ";  //"),
     Mutation("without fence.proxy.async", "direct", "fence_async_proxy();", ";"),
     Mutation("TMA or wgmma may read", "direct", "tma_store_commit();", ";"),
     Mutation("no wgmma.fence", "direct", "wgmma_fence();", ";"),
-    Mutation("no wgmma.fence", "promoted", "wgmma_fence();", ";", 1),
     Mutation("written while a wgmma runs", "direct", COMMIT, COMMIT + "acc[0][3] = 1.0f;"),
     Mutation("issue different", "direct", "accumulate || step > 0", "threadIdx.x != 200"),
     Mutation("reserved bits", "direct", STRIDE, "chunk_bytes, 1024) | 1ull << 46, accum"),
@@ -68,26 +64,19 @@ REPORTED = (
     Mutation("start with the swizzle", "direct", STEP, STEP + "256 + "),
     Mutation("lanes of the warp", "direct", WAIT, "if (threadIdx.x % 32 != 8) " + WAIT),
     Mutation("deadlock", "direct", "ring.parity ^ 1", "ring.parity"),
-    Mutation("deadlock", "direct", "(full, bytes)", "(full, 1 << 18)"),
     Mutation("deadlock", "direct", "more_registers<232>", "more_registers<240>"),
     Mutation("inc 40: the warp has 168", "direct", "fewer_registers<40>", "more_registers<40>"),
-    Mutation("deadlock", "direct", "if constexpr (balance) f", "if (threadIdx.x > 31) f"),
     Mutation("barrier 16", "direct", "1 + consumer, 128", "16 - consumer, 128"),
     Mutation("100 threads", "direct", "consumer, 128", "consumer, 100"),
 )
 IN_KERNEL = (
     Mutation("no wait for TMA", "direct", FULL_WAIT, ";"),
     Mutation("no wait for TMA", "promoted", FULL_WAIT, ";", 1),
-    Mutation("no wait for TMA", "scaled", FULL_WAIT, ";", 1),
     Mutation("no wait for a free stage", "direct", EMPTY_WAIT, ";"),
-    Mutation("no wait for a free stage", "cluster", EMPTY_WAIT, ";"),
-    Mutation("no wait for a free stage", "scaled", EMPTY_WAIT, ";"),
     Mutation("all lanes load", "direct", "elect_one()) produce", "true) produce"),
     Mutation("wrong phase bit", "direct", "(ring.stage), ring.parity);", "(ring.stage), 0);"),
-    Mutation("wrong phase bit", "scaled", "(ring.stage), ring.parity);", "(ring.stage), 0);", 1),
     Mutation("phase bit kept", "direct", "parity ^= 1;", ";"),
     Mutation("early release", "direct", RELEASE, "release(shared, ring.stage);"),
-    Mutation("early release", "direct", "wgmma_wait<1>();", "wgmma_wait<2>();"),
     Mutation("one warp releases for four", "direct", ARRIVE, ARRIVE_FOR_ALL),
     Mutation("release at one block", "cluster", "(stage), lane)", "(stage), cluster_rank())"),
     Mutation("no last release", "direct", RELEASE, ";", 1),
@@ -102,25 +91,16 @@ IN_KERNEL = (
     Mutation("no wgmma wait", "direct", WAIT, ";"),
     Mutation("no wgmma wait", "promoted", "wgmma_wait_for(partial);", ";"),
     Mutation("wrong stride", "direct", STRIDE, "chunk_bytes, 2048), accum"),
-    Mutation("wrong leading", "direct", LEADING + "chunk_bytes", LEADING + "1024"),
     Mutation("scales read after release", "scaled", PROMOTE, RELEASE_FIRST + PROMOTE),
     Mutation("lanes read after release", "scaled", MEETING, ";"),
-    Mutation("scales of one stage", "scaled", COLUMNS, "shared.b_scale(0) + at.col);"),
-    Mutation("scales of one chunk", "scaled", "work.n, chunk + 1)", "work.n, work.first)"),
-    Mutation("old sums kept", "direct", "accumulate || step > 0", "true"),
 )
 IN_STORE = (
     Mutation("box used too early", "direct", BOX_WAIT, ";"),
-    Mutation("box used too early", "direct", "wait_read<1>", "wait_read<2>"),
     Mutation("box used too early", "direct", BOX_WAIT, THREAD_0_WAITS),
-    Mutation("box used too early", "cluster", "latest ? ", "false ? "),
     Mutation("no barrier before the box", "direct", BOX_BARRIER, ";"),
     Mutation("no barrier before TMA", "direct", BOX_BARRIER, ";", 1),
     Mutation("both consumers at one barrier", "direct", "1 + consumer, 128", "1, 128"),
-    Mutation("two counts at one barrier", "direct", "1 + consumer, 128", "1, 128 << consumer"),
-    Mutation("no swizzle of fp32", "direct", "(to), acc", UNSWIZZLED),
     Mutation("no swizzle of stmatrix", "direct", WORDS, "(2 * pair + word) * 16"),
-    Mutation("stmatrix at an odd address", "direct", WORDS, WORDS + " + 8"),
 )
 # fmt: on
 

@@ -2,8 +2,6 @@
 // Descriptor Format, Strides" and, for what the strides mean with a 128-byte swizzle, the canonical
 // layouts there: K-major ((8, rows/8), (T, 2)) : ((1 line, stride), (1, T)); MN-major
 // ((T, 8, m), (8, k)) : ((1, T, leading), (1 line, stride)), a line being 128 bytes.
-#include "operand.h"
-
 #include "math/convert.h"
 #include "units.h"
 

@@ -21,7 +21,7 @@ from emulated.gemm_plan import plan
 from emulated.gemm_plan.plan import TileConfig as Row
 from emulated.hopper import runner
 from emulated.hopper.mutations import MUTATIONS, REPORTED, Mutation, mutated
-from emulated.shim.gemm_args import scale_view
+from emulated.hopper.runner import scale_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -90,7 +90,7 @@ def combinations(row: Row) -> list[tuple[torch.dtype, torch.dtype, str]]:
 
 
 # Orders of execution for a row, shared by its instances; more of them find rarer faults.
-INTERLEAVINGS = int(os.environ.get("MIXPREC_INTERLEAVINGS", "48"))
+INTERLEAVINGS = int(os.environ.get("MIXPREC_INTERLEAVINGS", "32"))
 
 
 @pytest.mark.parametrize("row", ALL_ROWS, ids=str)

@@ -7,7 +7,6 @@
 #include <deque>
 
 #include "math/tensor_core.h"
-#include "operand.h"
 #include "units.h"
 
 namespace cuda_on_cpu::sm90 {

@@ -47,16 +47,7 @@ class Case(NamedTuple):
 
 @cache
 def library() -> ctypes.CDLL:
-    kernels = [
-        "-O2",
-        "-g0",
-        "-fsanitize=thread",
-        "-fno-threadsafe-statics",
-        "-c",
-        runner.HERE / "kernels.cpp",
-    ]
-    objects = runner.compile_(kernels, ".counted.o")
-    parts = (objects, runner.HERE / "counting.cpp", runner.SCHEDULER)
+    parts = (runner.instrumented(), runner.HERE / "counting.cpp", runner.SCHEDULER)
     return ctypes.CDLL(str(runner.compile_(["-O2", "-shared", *parts], ".counted.so")))
 
 

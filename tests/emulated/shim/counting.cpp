@@ -1,6 +1,6 @@
 // Counts the bytes that the kernels of kernels.cpp load from arrays and store to them, linked with
-// kernels.cpp as compiled with -fsanitize=thread: these functions stand in for ThreadSanitizer's,
-// of which that option puts a call at each access. Accesses to other memory do not count.
+// what -fsanitize=thread makes of them: these functions stand in for ThreadSanitizer's, of which
+// that option puts a call at each access. Accesses to other memory do not count.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -98,6 +98,7 @@ ACCESS(16);
     return __atomic_compare_exchange_n(p, seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED); \
   }                                                                                                \
   static_assert(sizeof(Word##bits) * 8 == bits)
+ATOMIC(8);  // of static variables
 ATOMIC(32);
 ATOMIC(64);
 }

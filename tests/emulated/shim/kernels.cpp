@@ -259,4 +259,18 @@ int update_scale(float* scale, int32_t* growth_tracker, int32_t* hysteresis_trac
   return launch(update_scale_kernel, {1, 1}, nullptr, state, found_inf, underflow,
                 static_cast<float>(grow_on_underflow), rule);
 }
+
+int update_delayed_scales(int64_t count, void** histories, void** scales, void** amaxes,
+                          const double* fmt_max, int64_t length, double two_to_minus_margin,
+                          int64_t power_of_two, int64_t most_recent) {
+  std::vector<DelayedScale> tensors(count);
+  for (int64_t i = 0; i < count; ++i) {
+    tensors[i] = {static_cast<float*>(histories[i]), static_cast<float*>(scales[i]),
+                  static_cast<float*>(amaxes[i]), static_cast<float>(fmt_max[i])};
+  }
+  return mixprec::cuda::update_delayed_scales(
+      tensors.data(), count,
+      {length, static_cast<float>(two_to_minus_margin), power_of_two != 0, most_recent != 0},
+      nullptr);
+}
 }

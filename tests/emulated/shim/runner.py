@@ -25,7 +25,6 @@ import torch
 from mixprec.ops._dispatch import op
 from mixprec.ops._reference import block_formats, scale_layout
 from mixprec.ops.act_quantize import KINDS
-from mixprec.ops.pack import packed_sizes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -94,7 +93,14 @@ def compile_(command: Sequence[str | Path], suffix: str, csrc: Path = CSRC) -> P
 
 @cache
 def library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(compile_(["-O2", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
+    return ctypes.CDLL(str(compile_(["-O1", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
+
+
+@cache
+def instrumented() -> Path:
+    """The kernels with a call at each access: of ThreadSanitizer, or of counting.cpp."""
+    words = ["-O2", "-g1", "-fsanitize=thread", "-fno-sanitize-recover=all"]
+    return compile_([*words, "-c", HERE / "sanitized.cpp"], ".o")
 
 
 Argument = bool | int | float | torch.dtype | torch.Tensor | Sequence[torch.Tensor | None] | None
@@ -172,93 +178,77 @@ def grad_stats_(grads: Sequence[torch.Tensor], inv_scale: MaybeTensor, found_inf
     call("grad_stats", *_list(grads), inv_scale, found_inf, sum_sq, counts, _sms())
 
 
-def amax(x: torch.Tensor) -> torch.Tensor:
-    result = _result((), torch.float32)
-    call("amax", x.dtype, x, x.numel(), result, _sms())
-    return result
+def _results(name: str, *args: Any) -> list[torch.Tensor]:
+    """Memory for what an op returns, of the shapes that its fake promises."""
+    meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+    promised = op.OPS[name].handle()(*meta)
+    promised = [promised] if isinstance(promised, torch.Tensor) else promised
+    return [_result(t.shape, t.dtype) for t in promised]
 
 
-Cast = tuple[torch.Tensor, ...]  # data, data_t, scale_inv, scale_inv_t, amax
+def _absent(*results: torch.Tensor) -> list[MaybeTensor]:
+    """None for those that are empty."""
+    return [t if t.numel() else None for t in results]
 
 
-def _cast(
-    x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str, power_of_two: bool
-) -> tuple[torch.Tensor, Cast]:
-    """The numbers and the results of a cast, as kernels.cpp takes them."""
-    rows, cols = scale_layout.as_matrix(x.shape)
-    q, q_t = _result(x.shape, dtype), _result((cols, rows) if transpose else (0, 0), dtype)
-    shape_t: tuple[int, ...] = (0,)
-    if transpose and granularity != "tensor":
-        shape_t = scale_layout.scale_shape(granularity, cols, rows)
-    shapes = (scale_layout.scale_shape(granularity, rows, cols), shape_t, ())
+def _how(x: torch.Tensor, dtype: torch.dtype, layout: Sequence[Any]) -> torch.Tensor:
+    """The numbers of a cast; layout: transpose, granularity, power_of_two_scale."""
+    transpose, granularity, two = layout
     number = list(scale_layout.FUSED).index(granularity)
-    scales = torch.uint8 if granularity == "mx" else torch.float32
-    how = (DTYPES.index(dtype), number, rows, cols, transpose, power_of_two)
-    dtypes = (scales, scales, torch.float32)
-    return _numbers(how), (q, q_t, *map(_result, shapes, dtypes))
-
-
-def quantize(
-    x: torch.Tensor, dtype: torch.dtype, scale: MaybeTensor, transpose: bool, granularity: str,
-    power_of_two_scale: bool,
-) -> Cast:  # fmt: skip
-    how, results = _cast(x, dtype, transpose, granularity, power_of_two_scale)
-    call("quantize", x.dtype, x, how, results, scale, _sms())
-    return results
+    return _numbers((DTYPES.index(dtype), number, *scale_layout.as_matrix(x.shape), transpose, two))
 
 
 def _inputs(*tensors: MaybeTensor) -> tuple[torch.Tensor, Sequence[MaybeTensor]]:
     return _numbers([0 if t is None else DTYPES.index(t.dtype) for t in tensors]), tensors
 
 
-def norm_quantize(
-    x: torch.Tensor, residual: MaybeTensor, weight: MaybeTensor, bias: MaybeTensor, eps: float,
-    subtract_mean: bool, dtype: torch.dtype, scale: MaybeTensor, *layout: Any,
-) -> Cast:  # fmt: skip
-    how, results = _cast(x, dtype, *layout)
-    rows = scale_layout.as_matrix(x.shape)[0]
-    total = None if residual is None else _result(x.shape, x.dtype)
-    mean = _result((rows,), torch.float32) if subtract_mean else None
-    rstd = _result((rows,), torch.float32)
-    inputs = _inputs(x, residual, weight, bias)
-    call("norm_quantize", *inputs, eps, total, mean, rstd, how, results, scale, _sms())
-    total, mean = (t.new_empty((0,)) if y is None else y for t, y in ((x, total), (rstd, mean)))
-    return *results, total, mean, rstd
+def amax(x: torch.Tensor) -> torch.Tensor:
+    (result,) = _results("amax", x)
+    call("amax", x.dtype, x, x.numel(), result, _sms())
+    return result
 
 
-def norm_backward(
-    g: torch.Tensor, x: torch.Tensor, weight: MaybeTensor, mean: torch.Tensor, rstd: torch.Tensor,
-    g_total: MaybeTensor, with_bias: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    dx, sizes = _result(x.shape, x.dtype), scale_layout.as_matrix(x.shape)
-    wanted = (weight is not None, with_bias)
-    sums = [_result((sizes[1],), torch.float32) if of_it else None for of_it in wanted]
-    inputs = _inputs(g, x, weight, g_total)
-    call("norm_backward", *inputs, *sizes, mean if mean.numel() else None, rstd, dx, *sums, _sms())
-    return dx, *(rstd.new_empty((0,)) if t is None else t for t in sums)
+def quantize(x: torch.Tensor, dtype: torch.dtype, scale: MaybeTensor, *layout: Any) -> Any:
+    results = _results("quantize", x, dtype, scale, *layout)
+    call("quantize", x.dtype, x, _how(x, dtype, layout), results, scale, _sms())
+    return results
+
+
+def norm_quantize(*args: Any) -> Any:
+    *inputs, eps, _, dtype, scale, transpose, granularity, two = args
+    *cast, total, mean, rstd = _results("norm_quantize", *args)
+    how = _how(inputs[0], dtype, (transpose, granularity, two))
+    more = *_absent(total, mean), rstd
+    call("norm_quantize", *_inputs(*inputs), eps, *more, how, cast, scale, _sms())
+    return *cast, total, mean, rstd
+
+
+def norm_backward(*args: Any) -> Any:
+    g, x, weight, mean, rstd, g_total, _ = args
+    dx, *sums = _results("norm_backward", *args)
+    sizes, inputs = scale_layout.as_matrix(x.shape), _inputs(g, x, weight, g_total)
+    call("norm_backward", *inputs, *sizes, *_absent(mean), rstd, dx, *_absent(*sums), _sms())
+    return dx, *sums
 
 
 def act_quantize(x: torch.Tensor, up: MaybeTensor, kind: str, dtype: torch.dtype,
-                 scale: MaybeTensor, *layout: Any) -> Cast:  # fmt: skip
-    how, results = _cast(x, dtype, *layout)
+                 scale: MaybeTensor, *layout: Any) -> Any:  # fmt: skip
+    results = _results("act_quantize", x, up, kind, dtype, scale, *layout)
+    how = _how(x, dtype, layout)
     call("act_quantize", *_inputs(x, up), KINDS.index(kind), how, results, scale, _sms())
     return results
 
 
 def act_backward(g: torch.Tensor, x: torch.Tensor, up: MaybeTensor, kind: str, dtype: torch.dtype,
-                 scale: MaybeTensor, *layout: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    inputs, number = _inputs(g, x, up), KINDS.index(kind)
-    how, dx = _cast(x, dtype, *layout)
-    dup = tuple(torch.empty(shape, dtype=dtype) for shape in ((0,), (0, 0)))
-    dup += tuple(torch.empty(0) for _ in range(3))
-    if up is not None:
-        _, dup = _cast(x, dtype, *layout)
-    call("act_backward", *inputs, number, how, dx, dup, scale, _sms())
-    return *dx, *dup
+                 scale: MaybeTensor, *layout: Any) -> Any:  # fmt: skip
+    results = _results("act_backward", g, x, up, kind, dtype, scale, *layout)
+    dx, dup, how = results[:5], _absent(*results[5:]), _how(x, dtype, layout)
+    call("act_backward", *_inputs(g, x, up), KINDS.index(kind), how, dx, dup, scale, _sms())
+    return results
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = _result(data.shape, dtype)
+    (out,) = _results("dequantize", data, scale_inv, dtype)
     rows, cols = scale_layout.as_matrix(data.shape)
     blocks = (0, 0, 0, 0)
     if scale_inv.numel() != 1:
@@ -271,53 +261,36 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
     return out
 
 
-def quantize_mx(
-    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: MaybeTensor, swizzled: bool,
-    with_amax: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    rows, cols = scale_layout.as_matrix(x.shape)
-    block = block_formats.BLOCK_FORMATS[fmt]
-    scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
-    (size, across), (size_t, across_t) = (block_formats.sizes(fmt, n) for n in (cols, rows))
-    shape_of = scale_layout.swizzled_shape if swizzled else lambda *shape: shape
-    with_amax = with_amax or block.nvfp4
-    results = (
-        _result((*x.shape[:-1], size) if x.dim() else (), block.element.dtype),
-        _result((cols, size_t) if transpose else (0, 0), block.element.dtype),
-        _result(shape_of(rows, across), scales),
-        _result(shape_of(cols, across_t) if transpose else (0,), scales),
-        _result(() if block.nvfp4 else (0,), torch.float32),
-        _result(() if with_amax else (0,), torch.float32),
-    )
-    how = list(block_formats.BLOCK_FORMATS).index(fmt), block_formats.SCALE_MODES.index(scale_mode)
-    call("quantize_mx", x.dtype, x, rows, cols, *how, transpose, seed, swizzled, with_amax,
+def quantize_mx(x: torch.Tensor, fmt: str, mode: str, transpose: bool, seed: MaybeTensor,
+                swizzled: bool, with_amax: bool) -> Any:  # fmt: skip
+    results = _results("quantize_mx", x, fmt, mode, transpose, seed, swizzled, with_amax)
+    number = list(block_formats.BLOCK_FORMATS).index(fmt)
+    with_amax = with_amax or block_formats.BLOCK_FORMATS[fmt].nvfp4
+    call("quantize_mx", x.dtype, x, *scale_layout.as_matrix(x.shape), number,
+         block_formats.SCALE_MODES.index(mode), transpose, seed, swizzled, with_amax,
          results, _sms())  # fmt: skip
     return results
 
 
-def dequantize_mx(
-    data: torch.Tensor, scale_inv: torch.Tensor, tensor_scale_inv: MaybeTensor, fmt: str,
-    columns: int, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    rows = scale_layout.as_matrix(data.shape)[0]
-    out = _result((*data.shape[:-1], columns) if data.dim() else (), dtype)
+def dequantize_mx(data: torch.Tensor, scale_inv: torch.Tensor, tensor_scale_inv: MaybeTensor,
+                  fmt: str, columns: int, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+    (out,) = _results("dequantize_mx", data, scale_inv, tensor_scale_inv, fmt, columns, dtype)
     number = list(block_formats.BLOCK_FORMATS).index(fmt)
+    rows = scale_layout.as_matrix(data.shape)[0]
     call("dequantize_mx", dtype, number, data, scale_inv, tensor_scale_inv, rows, columns, out,
          _sms())  # fmt: skip
     return out
 
 
-def pack(x: torch.Tensor, bits: int, seed: int, counter: int,
-         offset: MaybeTensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    size, groups = packed_sizes(x.numel(), bits)
-    codes, ranges = _result((size,), torch.uint8), _result((groups, 2), torch.bfloat16)
-    call("pack", x.dtype, bits, x, codes, ranges, x.numel(), seed, counter, offset, _sms())
+def pack(x: torch.Tensor, bits: int, *random: Any) -> Any:
+    codes, ranges = _results("pack", x, bits, *random)
+    call("pack", x.dtype, bits, x, codes, ranges, x.numel(), *random, _sms())
     return codes, ranges
 
 
 def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, shape: Sequence[int],
            dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
-    y = _result(shape, dtype)
+    (y,) = _results("unpack", codes, ranges, bits, list(shape), dtype)
     call("unpack", dtype, bits, codes, ranges, y, y.numel(), _sms())
     return y
 
@@ -354,13 +327,23 @@ def scale_from_amax_(scale: torch.Tensor, scale_inv: torch.Tensor, amax: torch.T
 
 
 def inv_scale(scale: torch.Tensor) -> torch.Tensor:
-    result = _result(scale.shape, torch.float32)
+    (result,) = _results("inv_scale", scale)
     call("inv_scale", scale, result)
     return result
 
 
+def update_delayed_scales_(
+    amax_histories: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor], fmt_max: Sequence[float], margin: int, *how: bool,
+) -> None:  # fmt: skip
+    limits = torch.tensor(fmt_max, dtype=torch.float64)
+    length = amax_histories[0].numel()
+    call("update_delayed_scales", len(scales), amax_histories, scales, amaxes, limits, length,
+         2.0**-margin, *how)  # fmt: skip
+
+
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    result = _result((), torch.float32)
+    (result,) = _results("clip_coef", sum_sq, max_norm)
     call("clip_coef", sum_sq, sum_sq.numel(), max_norm, result)
     return result
 
@@ -373,5 +356,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantize_mx": quantize_mx, "dequantize_mx": dequantize_mx,
     "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
+    "update_delayed_scales_": update_delayed_scales_,
     **{name: partial(update, name) for name in UPDATES},
 }  # fmt: skip

@@ -9,8 +9,8 @@ import independent as ind
 import pytest
 import torch
 from cases import WIDE, name, normal
+from emulated.hopper.runner import Epilogue, epilogue, scale_view
 from emulated.shim import runner
-from emulated.shim.gemm_args import Epilogue, epilogue, scale_view
 
 
 def finish(partial: torch.Tensor, epilogue: Epilogue, sms: int) -> None:

@@ -30,20 +30,16 @@ def local_bytes(kernel: Any) -> int:
     with tempfile.NamedTemporaryFile() as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run(
-                [knobs.nvidia.cuobjdump.path, option, file.name],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    if not re.search(r"\b(?:LDL|STL)\b", sass):
-        return 0
-    found = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
-    assert len(found) == 1, usage
-    return sum(map(int, found[0]))
+
+        def said(option: str) -> str:
+            command = [knobs.nvidia.cuobjdump.path, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        found = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", said("-res-usage"))
+        assert len(found) == 1, found
+        used = sum(map(int, found[0]))
+        # The machine code, which takes a second, where there is anything to look for.
+        return used if used and re.search(r"\b(?:LDL|STL)\b", said("-sass")) else 0
 
 
 class OneGpu:
@@ -93,21 +89,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> li
     return launches
 
 
-def check_any(one: Launch) -> None:
-    """What holds for every kernel but those of GEMMs."""
-    approximate = re.findall(
-        r"\b\w+\.approx\S*|\bdiv\.full\S*|\S+\.ftz\S*", one.compiled.asm["ptx"]
-    )
-    assert not approximate, f"not IEEE: {approximate}"
-    assert one.compiled.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
-    check_declarations(one)
-    check_zeros(one.compiled.asm["ttir"])
-
-
-def check_offsets(ttir: str) -> None:
-    """Every array of unbounded size is addressed by int64, as the IR before any optimisation
-    shows it. (Steps and partial sums are counted by int32: 2^31 of either fill no machine.)"""
-    assert set(re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir)) == {"i64"}
+def offsets(ttir: str) -> set[str]:
+    """The types of what is added to the addresses of arrays of unbounded size, as the IR before any
+    optimisation shows them. (Steps and partial sums are counted by int32: 2^31 of either fill no
+    machine.)"""
+    return set(re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir))
 
 
 def check_zeros(ttir: str) -> None:

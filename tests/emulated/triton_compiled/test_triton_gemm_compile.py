@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from emulated.triton_compiled.helpers import local_bytes, record_launches
+from emulated.triton_compiled.helpers import local_bytes, offsets, record_launches
 
 from mixprec.triton_kernels import configs, gemm, launch
 
@@ -132,9 +132,8 @@ def check(it: Build) -> Any:
     assert kernel.metadata.shared <= limit, f"{kernel.metadata.shared} of {limit} bytes"
     assert multiplications(ptx) == expected_multiplication(it)
     assert ("cp.async.bulk.tensor" in ptx) is it.uses_tma
-    offsets = re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", kernel.asm["ttir"])
     if it.bias is None:  # which has no more than N elements
-        assert set(offsets) == {"i64"}
+        assert offsets(kernel.asm["ttir"]) == {"i64"}
     elements = config.block_m * config.block_n // (32 * config.warps)
     if it.bias is None and not it.accumulate:
         promoted = it.family == "fp8" or "blocks" in (it.a_scale, it.b_scale)
@@ -163,23 +162,29 @@ LARGE = [
 ]  # fmt: skip
 
 
+A_TURNED, B_TURNED = {"a_k_major": False}, {"b_k_major": False}
+ROWS, ONE = ({"a_scale": kind, "b_scale": kind} for kind in ("rows", "scalar"))
+# The other three layouts (wgmma and tcgen05 read 16-bit operands as they lie), each with another
+# epilogue; the mixed ones without TMA; a part of a split K; scales along K; odd sizes.
+HOW: tuple[dict[str, Any], ...] = (
+    {**A_TURNED, **ROWS, "bias": BF16, "out": torch.float16},
+    {**B_TURNED, "tma": False},
+    {**B_TURNED, **ONE, "accumulate": True, "out": FP32},
+    {**A_TURNED, "tma": False},
+    {"a_scale": "blocks", "b_scale": "blocks", "bias": FP32},
+    {**A_TURNED, **B_TURNED},
+    {**A_TURNED, "aligned": False},
+    {"size": "thin", "split": True, "out": FP32},
+)
+
+
 @pytest.mark.parametrize("where", LARGE, ids=name)
 def test_layouts_and_epilogues(where: tuple[int, str, str]) -> None:
-    """The other three layouts (wgmma and tcgen05 read 16-bit operands as they lie), each with
-    another epilogue; the mixed ones without TMA; a part of a split K; scales along K; sizes that
-    are multiples of nothing."""
-    a_turned, b_turned = {"a_k_major": False}, {"b_k_major": False}
-    rows, one = {"a_scale": "rows", "b_scale": "rows"}, {"a_scale": "scalar", "b_scale": "scalar"}
-    check(Build(*where, **a_turned, **rows, bias=BF16, out=torch.float16))
-    check(Build(*where, **b_turned, **one, accumulate=True, out=FP32))
-    check(Build(*where, **a_turned, **b_turned))
-    check(Build(*where[:2], "thin", split=True, out=FP32))
-    check(Build(*where, aligned=False, **a_turned))
-    if Build(*where).uses_tma:
-        check(Build(*where, **a_turned, tma=False))
-        check(Build(*where, **b_turned, tma=False))
-    if "fp8" in where[1]:
-        check(Build(*where, a_scale="blocks", b_scale="blocks", bias=FP32))
+    """Every second way of a tile; of GPUs with the same instructions other ones."""
+    turn = LARGE.index(where) + CAPABILITIES.index(where[0])
+    for how in HOW[turn % 2 :: 2]:
+        if "blocks" not in how.values() or "fp8" in where[1]:
+            check(replace(Build(*where), **how))
     if where[0] in (80, 89, 90):  # the epilogue with the most registers
         kernel, *_ = built(Build(*where, accumulate=True, out=FP32, a_scale="rows"))
         assert local_bytes(kernel) == 0, "registers are spilled"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FP8, name
+from cases import FP8, name, pairwise
 from emulated.triton_compiled.helpers import Launch, local_bytes, record_launches
 
 from mixprec.triton_kernels import configs, gemm, gemm_grouped
@@ -37,10 +37,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return on
 
 
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("pair", PAIRS, ids=name)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_one_launch_without_spills(launched: Any, capability: int, pair: Any, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("capability", "scales", "pair"), pairwise((80, 90, 100), tuple(SCALES), PAIRS), ids=name
+)
+def test_one_launch_without_spills(launched: Any, capability: int, scales: str, pair: Any) -> None:
     launches = launched(capability)
     a, b = torch.zeros(S, K).to(pair[0]), torch.zeros(E, N, K).to(pair[1]).transpose(1, 2)
     g, offs = torch.zeros(S, N).to(pair[1]), torch.tensor([S // E] * E, dtype=torch.int32)
@@ -59,8 +59,8 @@ def test_one_launch_without_spills(launched: Any, capability: int, pair: Any, sc
         assert instruction in ptx
         assert ".local" not in ptx
         assert one.compiled.metadata.shared <= configs.SHARED_KIB[capability] * 1024
-        offsets = re.findall(r"tt\.addptr .*, tensor<\d+x\d+x(i\d+)>", one.compiled.asm["ttir"])
-        assert set(offsets) == {"i64"}, "of elements of matrices"
+        of_matrices = re.findall(r"tt\.addptr .*, tensor<\d+x\d+x(i\d+)>", one.compiled.asm["ttir"])
+        assert set(of_matrices) == {"i64"}
         if capability < 100:
             # Decoded in integers, with scales of blocks along S.
             most = 72 if (capability, scales) == (80, "blocks") and pair[0] in FP8 else 0

@@ -8,9 +8,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from emulated.agreement import CPU, Agreement, launcher
+from emulated.agreement import CPU, Agreement, Variant, launcher, thin
 from emulated.shim import runner
-from emulated.variant import Variant, thin
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED:

@@ -16,8 +16,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SCALE, ZERO = torch.tensor(3.7), torch.tensor(0.0)
 # dtype, scale, transpose, granularity, power_of_two_scale
+PLAIN = (F32, None, False, "tensor", True)
 CASTS: tuple[tuple[Any, ...], ...] = (
-    (F32, None, False, "tensor", True), (E4M3, SCALE, True, "tensor", True),
+    PLAIN, (E4M3, SCALE, True, "tensor", True),
     (E4M3, None, True, "tensor", False), (BF16, None, True, "tensor", True),
     (E5M2, ZERO, False, "tensor", True), (F16, SCALE, False, "tensor", True),
     (E4M3, None, False, "row", True), (E5M2, None, True, "row", False),
@@ -95,13 +96,12 @@ def test_any_bits(agree: Agreement, dtype: torch.dtype) -> None:
     bits, g = (random_bits(1 << 12, dtype, seed=seed).view(16, 256) for seed in range(2))
     finite = torch.where(bits.isfinite(), bits, 0)
     for i, x in enumerate((bits, finite)):
-        plain = (F32, None, False, "tensor", True)
         for mean in (True, False):
-            agree("norm_quantize", [x, g if i else None, g[0], g[1], 0.0, mean, *plain])
+            agree("norm_quantize", [x, g if i else None, g[0], g[1], 0.0, mean, *PLAIN])
         ones = torch.ones(16)
         agree("norm_backward", [g, x, None, ones, ones, None, True])
         for kind in KINDS:
-            for cast in (plain, (E5M2, None, True, "mx", True)):
+            for cast in (PLAIN, (E5M2, None, True, "mx", True)):
                 agree("act_quantize", [x, None, kind, *cast])
                 agree("act_backward", [g, x, x, kind, *cast])
 

@@ -16,15 +16,14 @@ from cases import (
     FP8,
     LAYOUTS,
     WIDE,
+    WRITABLE,
     contiguous,
     name,
     normal,
-    padded_rows,
     small_integers,
     transposed,
 )
-from emulated.agreement import assert_bits
-from emulated.variant import Variant
+from emulated.agreement import Variant, assert_bits
 
 from mixprec.testing import assert_close, tolerance
 
@@ -84,7 +83,7 @@ def test_all_layouts(variant: Variant, layout_a: Any, layout_b: Any) -> None:
         a, b = layout_a(a), layout_b(b)
         what = f"{pair} {m} {n} {k}"
         check(variant.gemm(a, b, out_dtype=torch.float32), product(a, b), what)
-        acc = padded_rows(torch.ones(m, n))
+        acc = WRITABLE[turn % len(WRITABLE)](torch.ones(m, n))
         check(variant.accumulate(acc, a, b), product(a, b) + 1, f"{what}, accumulated")
     variant.finish()
 
@@ -99,46 +98,47 @@ def scale_shapes(size: int, K: int) -> dict[str, tuple[int, int]]:
     rows, chunks = -(-size // 128), -(-K // 128)
     return {
         "tensor": (1, 1), "row": (size, 1), "block1x128": (size, chunks),
-        "block128x128": (rows, chunks),
+        "block128x128": (rows, chunks), "rows of 128": (rows, 1),
     }  # fmt: skip
 
 
 KINDS = tuple(scale_shapes(1, 1))
+POWERS = torch.tensor([0.5, 1.0, 2.0])  # under which sums of small integers stay exact
 
 
-def expanded(s: torch.Tensor, size: int, K: int) -> torch.Tensor:
-    """The scale of every element of an operand [size, K]."""
-    rows, chunks = s.shape
-    i, k = torch.arange(size), torch.arange(K)
-    of_row = i if rows == size else i // 128 if rows > 1 else 0 * i
-    return s.double()[of_row][:, k // 128 if chunks > 1 else 0 * k]
-
-
-def powers(shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """Scales under which sums of small integers stay exact."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-1, 2, shape, generator=generator).float().exp2()
+def scaled(
+    x: torch.Tensor, kind: str, seed: int, values: torch.Tensor = POWERS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales for x [rows, K], drawn from `values`, and the elements of x times theirs, in FP64."""
+    (rows, k), generator = x.shape, torch.Generator().manual_seed(seed % 2**31)
+    shape = scale_shapes(rows, k)[kind]
+    scale_inv = values[torch.randint(0, len(values), shape, generator=generator)]
+    i, j = torch.arange(rows), torch.arange(k)
+    of_row = i if shape[0] == rows else i // 128 if shape[0] > 1 else 0 * i
+    each = scale_inv.double()[of_row][:, j // 128 if shape[1] > 1 else 0 * j]
+    return scale_inv, x.double() * each
 
 
 @pytest.mark.parametrize("out", WIDE, ids=name)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=2)), ids=name)
 def test_scales_and_bias(variant: Variant, kinds: tuple[str, str], out: torch.dtype) -> None:
-    """Every granularity with every other, and one rounding after all of it."""
+    """Every granularity with every other, and one rounding after all of it: sums have more bits
+    than any 16-bit result."""
     turn = KINDS.index(kinds[0]) + KINDS.index(kinds[1]) + WIDE.index(out)
     shapes = variant.affordable(SCALED if variant.quick else SCALED[turn % 3 :: 3])
     for i, (m, n, k) in enumerate(shapes, start=turn):
         for pair in variant.some(PAIRS[1:4], i):
             a, b = operands(m, n, k, pair)
-            sa = powers(scale_shapes(m, k)[kinds[0]], seed=i)
-            sb = powers(scale_shapes(n, k)[kinds[1]], seed=i + 1)
-            want = product(a.double() * expanded(sa, m, k), b.double() * expanded(sb, n, k).t())
-            scales = {"a_scale_inv": sa, "b_scale_inv": transposed(sb).t()}
-            for bias_dtype in variant.some((None, *WIDE), i):
-                bias = None
+            (sa, left), (sb, right) = scaled(a, kinds[0], i), scaled(b.t(), kinds[1], i + 1)
+            want, scales = left @ right.t(), {"a_scale_inv": sa, "b_scale_inv": transposed(sb).t()}
+            for j, bias_dtype in enumerate(variant.some((None, *WIDE), i)):
+                bias, total = None, want
                 if bias_dtype is not None:
-                    bias = small_integers((n,), bias_dtype, 200, seed=5)
+                    drawn = normal((2 * n,), torch.float64, seed=3) * 4096
+                    bias = drawn.round().div(1024).to(bias_dtype)
+                    bias = bias[::2] if (i + j) % 2 else bias[:n]
+                    total = want + bias.double()
                 got = variant.gemm(a, transposed(b), **scales, bias=bias, out_dtype=out)
-                total = want if bias is None else want + bias.double()
                 check(got, total, f"{m} {n} {k} {pair} bias {bias_dtype}")
             acc = small_integers((m, n), torch.float32, 4, seed=3)
             check(variant.accumulate(acc, a, b, **scales), want + acc, "gemm_accumulate_")
@@ -177,12 +177,18 @@ def test_fast_accum_is_exact_where_the_short_accumulator_is(variant: Variant, pa
 
 @formats
 def test_infinities_and_nan_stay_in_their_rows_and_columns(variant: Variant, pair: Pair) -> None:
-    a, b = operands(40, 36, 33, pair)
-    a[3, 32], b[0, 35] = float("nan"), float("nan")
-    if pair[0] != torch.float8_e4m3fn:
-        a[39, 5] = float("inf")
-    for out in WIDE:
-        check(variant.gemm(a, b, out_dtype=out), product(a, b), "")
+    """Of either operand, also where their product is NaN, and of the bias."""
+    for i, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+        a, b = operands(40, 36, 33, pair)
+        a[3, 32], b[0, 35] = float("nan"), float("nan")
+        if pair[0] != torch.float8_e4m3fn:  # which has no Inf
+            a[39, 5] = bad
+        if pair[1] != torch.float8_e4m3fn:
+            b[32, i] = bad
+        check(variant.gemm(a, b, out_dtype=WIDE[i]), product(a, b), f"{bad}")
+        bias = torch.where(torch.arange(36) == 7, bad, 1.0)
+        got = variant.gemm(a, b, bias=bias, out_dtype=WIDE[i])
+        check(got, product(a, b) + bias.double(), f"{bad}, bias")
     variant.finish()
 
 
