@@ -277,7 +277,7 @@ def test_no_frame_of_a_mode_is_compiled() -> None:
     own = {code.co_qualname for code in compiled if code.co_filename.startswith(PACKAGE)}
     names = {name.rpartition(".")[2] for name in own}
     assert compiled
-    assert names <= {"forward", "run", "__call__", "unfused"}, own
+    assert names <= {"forward", "run", "__call__", "original"}, own
 
 
 WITHOUT = """

@@ -156,7 +156,8 @@ def test_attention(function: Any, dtype: torch.dtype) -> None:
         if dtype == torch.float32:
             assert_independent(error)
         along = (error * exact).sum((1, 2, 3, 4)) / exact.square().sum()
-        own = 0.0 if dtype == torch.float32 else 0.0007  # of rounding to BF16
+        # Of rounding to BF16: with AVX512-BF16, up to that of the gradients of scores, 2^-9.
+        own = 0.0 if dtype == torch.float32 else 0.0025
         assert abs(float(along.mean())) < 3 * float(along.std()) / seeds**0.5 + own
 
 

@@ -69,7 +69,8 @@ def test_a_step() -> None:
         scaler.update()
     assert "/ops/_dispatch/optimizer_update.py" in found
     assert len(found) <= 9, found
-    assert len(files(lambda: scaler.step(optimizer), entered=True)) <= 14
+    hooks = {"/scaling.py", "/nn/reuse_weights.py"}  # which other tests have registered
+    assert len({*files(lambda: scaler.step(optimizer), entered=True)} - hooks) <= 14
 
 
 def test_convert() -> None:
