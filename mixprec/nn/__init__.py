@@ -1,5 +1,10 @@
 """Modules that compute in low precision: those of torch.nn with a recipe."""
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
 from ._layer import Layer, QuantizedWeight
 from .attention import MultiheadAttention
 from .blocks import MLP, GatedMLP, NormLinear
@@ -32,3 +37,25 @@ __all__ = [
     "QuantizedWeight",
     "register_fusion",
 ]
+
+# Where pickles of earlier versions look for what fused and compressed models hold.
+_FORMER = {
+    "_compressed": {"CompressedForward": "_replaced.Compressed"},
+    "_feed_forward": {"FusedFeedForward": "fuse.FusedFeedForward"},
+    "_known_functions": {"RotaryForward": "_scope.RotaryForward"},
+    "_marked": {"Marked": "_scope.FusionScope"},
+    "_one_pass": {"FusedNorm": "_fused.FusedNorm", "FusedActivation": "_fused.FusedActivation"},
+}
+
+
+class _Former(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        place = _FORMER[self.__name__.rpartition(".")[2]].get(name)
+        if place is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, _, now = place.partition(".")
+        return getattr(import_module(f"{__name__}.{module}"), now)
+
+
+for _name in _FORMER:
+    sys.modules[f"{__name__}.{_name}"] = _Former(f"{__name__}.{_name}")

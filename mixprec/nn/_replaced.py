@@ -91,14 +91,17 @@ class Fused(Replaced):
 
 
 class Compressed(Replaced):
-    """A forward pass inside compress_saved."""
+    """A forward pass inside compress_saved, also that of a shallow copy."""
 
     def __init__(self, module: nn.Module, bits: Bits) -> None:
         super().__init__(module)
-        self.bits, self.before = bits, vars(module).get("forward")
+        self.bits, self.replaced = bits, vars(module).get("forward")
+
+    def _other_caller(self) -> nn.Module | None:
+        return None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.original if self.before is None else self.before
+        forward = self.original if self.replaced is None else self.replaced
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         with compress_saved(self.bits, model=self.module):
@@ -128,8 +131,8 @@ def set_saved(model: nn.Module, bits: Bits | None) -> None:
     compressed = vars(model).get("forward")
     if isinstance(compressed, Compressed):
         del model.forward
-        if compressed.before is not None:
-            model.forward = compressed.before
+        if compressed.replaced is not None:
+            model.forward = compressed.replaced
     if bits is not None:
         model.forward = Compressed(model, bits)
 

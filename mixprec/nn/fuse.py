@@ -94,6 +94,8 @@ class FusedFeedForward(Fused):
         return second.norm(second.dropout(y) + x)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "layer" in state:  # of an earlier version
+            state = vars(FusedFeedForward(state["layer"]))
         super().__setstate__(state)
         _CONTENTS.get(getattr(type(self.module), FEED_FORWARD))  # before the model is compiled
 

@@ -178,3 +178,14 @@ def test_compiled_code_in_16_bits_keeps_what_it_saves() -> None:
     with mixprec.compress_saved("int8"):
         compiled(x + 0).backward()
     torch.testing.assert_close(x.grad, (1 / x.detach().float()).bfloat16())
+
+
+def test_a_shallow_copy_runs_compressed() -> None:
+    model = mixprec.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), "fp8",
+                            saved="int8")  # fmt: skip
+    x, grads = torch.randn(128, 64), []
+    for each in (model, copy.copy(model)):
+        torch.manual_seed(1)
+        (grad,) = torch.autograd.grad(each(x).square().sum(), model[0].weight)
+        grads.append(grad)
+    assert torch.equal(*grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -305,3 +306,23 @@ def test_an_overflow_of_a_norms_sum_is_not_finite(norm: Callable[[int], nn.Modul
     x[0, ::2] = -2e19
     y = mixprec.convert(feed_forward(norm(WIDTH)), "bf16", fuse=True)(x)
     assert not y[0].isfinite().any()
+
+
+def test_pickles_of_earlier_versions_find_their_classes() -> None:
+    """Protocol 0 has names as lines of text."""
+    block = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32), nn.RMSNorm(16), nn.GELU("tanh"))
+    model = mixprec.convert(block, "fp8", fuse=True, saved="int8")
+    data = pickle.dumps(model, 0)
+    for now, former in (
+        ("_replaced\nCompressed", "_compressed\nCompressedForward"),
+        ("_scope\nFusionScope", "_marked\nMarked"),
+        ("_fused\nFusedNorm", "_one_pass\nFusedNorm"),
+        ("_fused\nFusedActivation", "_one_pass\nFusedActivation"),
+    ):
+        new, old = (f"mixprec.nn.{x}\n".encode() for x in (now, former))
+        assert new in data
+        data = data.replace(new, old)
+    loaded = pickle.loads(data)
+    assert [type(vars(m).get("forward")) for m in loaded.modules()] == [
+        type(vars(m).get("forward")) for m in model.modules()
+    ]
