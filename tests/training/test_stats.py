@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,8 +15,10 @@ from independent import BY_DTYPE, cast, decode_table
 from torch import nn
 
 import mixprec
+from mixprec.diagnostics import measure
 from mixprec.diagnostics.suggest import model_sqnr
 from mixprec.formats import E4M3, E5M2, FP16
+from mixprec.ops._reference.block_formats import hadamard
 from mixprec.stats import Monitor
 from mixprec.testing import sqnr
 
@@ -294,3 +297,12 @@ def test_a_histogram_of_what_is_no_tensor_of_numbers_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=f"histogram: tensor must be a dense .*{said}$"):
             mixprec.stats.histogram(wrong)
+
+
+def test_a_product_is_measured_as_the_recipe_rotates_it() -> None:
+    recipe = dataclasses.replace(mixprec.Recipe.parse("nvfp4-1x16"), stochastic_rounding=())
+    a, b = torch.randn(32, 64), torch.randn(48, 64)
+    for roles, turn in ((("x", "w"), lambda t: t), (("g", "x"), hadamard)):
+        kept = [mixprec.quantize(turn(t), "e2m1", granularity="nvfp4") for t in (a, b)]
+        want = mixprec.dequantize(kept[0]) @ mixprec.dequantize(kept[1]).t()
+        torch.testing.assert_close(measure.product(recipe, roles, a, b), want)
