@@ -220,7 +220,7 @@ class UpdateOp(Op):
         if self.stateless and not any(states):
             states = ()
         for name, tensors in zip(self.states, states, strict=False):
-            _check_count(self.name, name, tensors, len(params), False)
+            _check_count(self.name, name, len(tensors), len(params), False)
         lr = options.lr
         on_device = isinstance(lr, torch.Tensor)
         self(
@@ -248,18 +248,20 @@ def _real(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _check_count(op: str, name: str, tensors: Tensors, params: int, may_be_empty: bool) -> None:
-    count = len(checks.is_list(op.partition(":")[0], name, tensors))
+def _check_count(op: str, name: str, count: int, params: int, may_be_empty: bool) -> None:
     if count != params and not (may_be_empty and count == 0):
         raise ValueError(f"{op}: {name} must have one tensor per param ({params}), got {count}")
 
 
 def _check(op: UpdateOp, args: Any) -> None:
-    name, count = op.name, len(checks.is_list(op.name, "params", args.params))
-    _check_count(name, "grads", args.grads, count, False)
-    _check_count(name, "masters", args.masters, count, True)
+    name, lists = op.name, ("params", "grads", "masters", "states")
+    count, grads, masters, all_states = (
+        len(checks.is_list(name, each, getattr(args, each))) for each in lists
+    )
+    _check_count(name, "grads", grads, count, False)
+    _check_count(name, "masters", masters, count, True)
     each = f"{name}: {' and '.join(op.states)}"
-    _check_count(each, "states", args.states, count * len(op.states), op.stateless)
+    _check_count(each, "states", all_states, count * len(op.states), op.stateless)
     if len(args.settings) != len(op.settings):
         raise ValueError(
             f"{name}: settings must be {', '.join(op.settings)}, got {len(args.settings)} numbers"
