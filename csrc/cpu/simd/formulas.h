@@ -9,6 +9,7 @@
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
+#include "math/rotary.h"
 #include "math/rounding.h"
 #include "math/scale.h"
 #include "math/state8.h"

@@ -137,8 +137,7 @@ void norm_backward_row(const NormGrads& a, const void* g, const void* x, const v
   if (a.dtype == Dtype::f16) narrow(out, static_cast<Fp16*>(dx), n);
 }
 
-// Pairs (x1, x2) are rotated to (x1 cos - x2 sin, x2 cos + x1 sin): (i, i + pairs) or, interleaved,
-// (2i, 2i + 1).
+// The pairs are (i, i + pairs) or, interleaved, (2i, 2i + 1).
 template <bool interleaved, class T>
 void rotary_row(const T* __restrict x, const float* __restrict cos, const float* __restrict sin,
                 T* __restrict y, int64_t pairs) {
@@ -146,8 +145,8 @@ void rotary_row(const T* __restrict x, const float* __restrict cos, const float*
   const int64_t other = interleaved ? 1 : pairs;
   for (int64_t i = 0; i < pairs; ++i) {
     float x1 = decode(x[i * step]), x2 = decode(x[i * step + other]);
-    y[i * step] = Convert<T>::encode(x1 * cos[i] - x2 * sin[i]);
-    y[i * step + other] = Convert<T>::encode(x2 * cos[i] + x1 * sin[i]);
+    y[i * step] = Convert<T>::encode(rotary_first(x1, x2, cos[i], sin[i]));
+    y[i * step + other] = Convert<T>::encode(rotary_second(x1, x2, cos[i], sin[i]));
   }
 }
 
