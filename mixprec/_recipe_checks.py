@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import formats
-from .formats import E4M3, E5M2, FP16
+from .formats import BF16, E4M3, E5M2, FP16
 from .ops._reference import block_formats
 
 if TYPE_CHECKING:
@@ -19,12 +19,35 @@ GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
 ROLES = ("x", "w", "g")
+# The products that read an operand: the first as it is, the second its transpose.
+READ_BY = {
+    "x": ("forward", "grad_weight"),
+    "w": ("forward", "grad_input"),
+    "g": ("grad_input", "grad_weight"),
+}
 _OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
 _NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
 
 
 class Checked:
-    """What `Recipe` checks of its fields when it is made."""
+    """What `Recipe` checks of its fields when it is made, and what follows from them.
+
+    is_scaled: whether there are operands with scales: FP8 and the block formats, not 16 bits.
+    is_fp8: whether all operands have 8 bits: FP8, in blocks or not, but not fewer. is_block:
+    whether there are operands in block formats, granularity "mx" or "nvfp4". is_delayed: whether
+    layers keep a history of amax, which `mixprec.update_scales` rolls. is_random: whether there are
+    operands that are rounded stochastically. has_outliers: whether `outliers` is not 0. code: the
+    casts, for `mixprec.ops.linear_pass`; None where a product has a recipe of its own, or an
+    operand is split, rotated or, other than g, rounded at random.
+    """
+
+    is_scaled: bool
+    is_fp8: bool
+    is_block: bool
+    is_delayed: bool
+    is_random: bool
+    has_outliers: bool
+    code: int | None
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -56,7 +79,7 @@ class Checked:
         self._check_delayed()
         self._check_outliers()
         self._check_products()
-        self._set("_key", repr(self))
+        self._derive()
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the way to normalise a field when frozen
@@ -155,7 +178,6 @@ class Checked:
         is_one = not given and not self.outliers
         name = self.name.split("+")[0]
         plain = self if is_one else replace(self, name=name, products=(), outliers=0.0)
-        self._set("_own", plain)
         parse = type(self).parse
         parsed = {name: parse(recipe) for name, recipe in dict(given).items()}
         for name, recipe in parsed.items():
@@ -178,6 +200,32 @@ class Checked:
         kept = ((name, parsed[name]) for name in names if name in parsed)
         others = ((n, recipe) for n, recipe in kept if replace(recipe, name=plain.name) != plain)
         self._set("products", tuple(others))
+        self._set("_product", dict.fromkeys(GEMMS, plain) | dict(self.products))
+
+    def _derive(self) -> None:
+        """What is computed once, and read in each call of a layer."""
+        each = [self, *(recipe for _, recipe in self.products)]
+        self._set("_key", repr(self))
+        self._set("_casts", {role: tuple(map(self._product.get, READ_BY[role])) for role in ROLES})
+        self._set("is_scaled", any(recipe.x.bits <= 8 for recipe in each))
+        self._set("is_fp8", all(f.bits == 8 for one in each for f in (one.x, one.w, one.g)))
+        self._set("is_block", any(recipe.x_granularity in BLOCKS for recipe in each))
+        self._set("is_delayed", self.scaling == "delayed")
+        self._set("is_random", any(recipe.stochastic_rounding for recipe in each))
+        short = not (self.products or self.outliers or self.hadamard)
+        short = short and {*self.stochastic_rounding} <= {"g"}
+        codes = [self._code(role) << 10 * i for i, role in enumerate(ROLES)] if short else []
+        self._set("code", sum(codes) if short else None)
+
+    def _code(self, role: str) -> int:
+        """How `role` is cast, as csrc/arguments/layer.h reads it."""
+        fmt, granularity = getattr(self, role), getattr(self, f"{role}_granularity")
+        mode = self.scale_mode if granularity == "mx" else block_formats.DEFAULT_SCALE_MODE
+        rest = block_formats.SCALE_MODES.index(mode) << 6 | self.power_of_two_scale << 8
+        if (name := block_formats.name_of(fmt, granularity)) is not None:
+            return 5 | [*block_formats.BLOCK_FORMATS].index(name) << 3 | rest
+        grain = 0 if fmt.bits == 16 else 1 + GRANULARITIES.index(granularity)
+        return grain | (FP16, BF16, E4M3, E5M2).index(fmt) << 3 | rest
 
 
 _ALIASES = {

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import _recipe_checks
-from ._recipe_checks import AMAX_OF, BLOCKS, GEMMS, GRANULARITIES, ROLES, SCALINGS, Checked
+from ._recipe_checks import AMAX_OF, BLOCKS, GEMMS, GRANULARITIES, READ_BY, ROLES, SCALINGS
+from ._recipe_checks import Checked
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from .ops._reference import block_formats
 
@@ -27,12 +28,6 @@ __all__ = [
 ]
 __all__ += ["ROLES", "SCALINGS", "Recipe"]
 
-# The products that read an operand: the first as it is, the second its transpose.
-READ_BY = {
-    "x": ("forward", "grad_weight"),
-    "w": ("forward", "grad_input"),
-    "g": ("grad_input", "grad_weight"),
-}
 DELAYED_ROLES = ("x", "g")  # a weight is scaled by its current amax
 # Of the recipe of a product in names like "fp8+gw-bf16".
 PREFIXES = {"grad_input": "gi-", "grad_weight": "gw-"}
@@ -134,11 +129,16 @@ class Recipe(Checked):
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for field in fields(self):  # what follows from them is not that of another version
+            self._set(field.name, state[field.name])
+        self.__post_init__()
+
     def product(self, name: str) -> Recipe:
         """How "forward", "grad_input" or "grad_weight" is computed: a recipe without `products` and
         `outliers`, this one if it has none."""
-        own_recipe: Recipe = self._own
-        return dict(self.products).get(name, own_recipe)
+        recipe: Recipe = self._product[name]
+        return recipe
 
     @property
     def without_outliers(self) -> Recipe:
@@ -155,28 +155,8 @@ class Recipe(Checked):
     def casts(self, role: str) -> tuple[Recipe, Recipe]:
         """How the operand "x", "w" or "g" is cast: as it is, and its transpose, for the two
         products of `READ_BY`."""
-        first, second = READ_BY[role]
-        return self.product(first), self.product(second)
-
-    @property
-    def _each(self) -> tuple[Recipe, ...]:
-        """Of all products."""
-        return self, *(recipe for _, recipe in self.products)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether there are operands with scales: FP8 and the block formats, not 16 bits."""
-        return any(recipe.x.bits <= 8 for recipe in self._each)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether all operands have 8 bits: FP8, in blocks or not, but not fewer bits."""
-        return all(f.bits == 8 for r in self._each for f in (r.x, r.w, r.g))
-
-    @property
-    def is_block(self) -> bool:
-        """Whether there are operands in block formats: granularity "mx" or "nvfp4"."""
-        return any(recipe.x_granularity in BLOCKS for recipe in self._each)
+        pair: tuple[Recipe, Recipe] = self._casts[role]
+        return pair
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,11 +166,6 @@ class Recipe(Checked):
     def block_format(self, role: str) -> str | None:
         """The block format of "x", "w" or "g", as the ops name it; None if it has another."""
         return block_formats.name_of(getattr(self, role), getattr(self, f"{role}_granularity"))
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether its layers keep a history of amax, which `mixprec.update_scales` rolls."""
-        return self.scaling == "delayed"
 
     @property
     def forward(self) -> tuple[Format, Format]:
@@ -214,11 +189,6 @@ class Recipe(Checked):
         """Whether small gradients underflow unless the loss is scaled: with fp16, whose exponent
         range is short and which, unlike FP8 here, is cast without a scale."""
         return self.g == FP16
-
-    @property
-    def is_random(self) -> bool:
-        """Whether there are operands that are rounded stochastically."""
-        return any(recipe.stochastic_rounding for recipe in self._each)
 
     def __str__(self) -> str:
         if self.products or self.outliers:

@@ -1,5 +1,7 @@
 // gemm, gemm_accumulate_, whose operands are packed into panels of fp32 words or bf16 pairs, and
 // gemm_simulated, with the products and sums of a GPU's tensor cores.
+#include "cpu/gemm.h"
+
 #include "cpu/gemm_multiply.h"
 #include "math/tensor_core.h"
 
@@ -13,42 +15,61 @@ void check_operands(const Tensor& a, const Tensor& b, const char* op) {
   check_devices_and_dtypes(a, b, op);
 }
 
-BothScales both_scales(const Tensor& a, const Tensor& b, const MaybeTensor& a_scale_inv,
-                       const MaybeTensor& b_scale_inv, const char* op) {
-  int64_t n = b.size(1), k = a.size(1);
-  Scales columns = scales_of(b_scale_inv, n, k, 1, op, "b_scale_inv");
-  return {scales_of(a_scale_inv, a.size(0), k, 0, op, "a_scale_inv"), columns, n, k};
+// a [M, K] and b [K, N], which is given with its columns as rows.
+std::pair<Side, Side> sides(const Tensor& a, const Tensor& b, const MaybeTensor& a_scale_inv,
+                            const MaybeTensor& b_scale_inv, const char* op) {
+  int64_t k = a.size(1);
+  Scales of_b = scales_of(b_scale_inv, b.size(1), k, 1, op, "b_scale_inv");
+  return {{matrix_of(a, 0, 1), scales_of(a_scale_inv, a.size(0), k, 0, op, "a_scale_inv")},
+          {matrix_of(b, 1, 0), of_b}};
 }
 
-// The result of a product [M, N] of `out_type` with a bias, by any kernel.
+// a @ b^T + bias, of this shape [..., N] and type, by any kernel.
 template <class Kernel>
-Tensor gemm_with(const Kernel& kernel, const Tensor& a, const Tensor& b, BothScales scales,
-                 const MaybeTensor& bias, ScalarType out_type, const char* op) {
+Tensor product_by(const Kernel& kernel, const Side& a, const Side& b, int64_t k, Sizes shape,
+                  ScalarType out_type, const MaybeTensor& bias, const char* op,
+                  bool promoted = false) {
   Dtype out_dtype = dtype_of(out_type, op);
   STD_TORCH_CHECK(is_float(out_dtype), op, ": out_dtype must be fp32, bf16 or fp16");
-  int64_t m = a.size(0), n = b.size(1);
+  int64_t m = a.matrix.rows, n = b.matrix.rows;
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
                             is_float(dtype_of(*bias, op))),
                   op, ": bias must be [N], fp32, bf16 or fp16, on the CPU");
   std::vector<float> wide_bias = vector_in_fp32(bias, n, 0.0f);
-  Tensor out = empty({m, n}, out_type);
+  Tensor out = empty(shape, out_type);
   if (m == 0 || n == 0) return out;
+  BothScales scales = {a.scales, b.scales, n, k};
+  scales.promoted = promoted;
   Result result = {out_dtype, static_cast<char*>(out.mutable_data_ptr()),   n, 1,
                    false,     bias.has_value() ? wide_bias.data() : nullptr};
-  multiply(kernel, {matrix_of(a, 0, 1), matrix_of(b, 1, 0), a.size(1), std::move(scales), result});
+  multiply(kernel, {a.matrix, b.matrix, k, std::move(scales), result});
   return out;
 }
 
 }  // namespace
+
+Tensor product(const Side& a, const Side& b, int64_t k, Sizes shape, ScalarType out_type,
+               const MaybeTensor& bias, const char* op) {
+  return product_by(kernel_for(a.matrix.dtype), a, b, k, shape, out_type, bias, op);
+}
+
+void add_product(const Tensor& acc, const Side& a, const Side& b, int64_t k) {
+  if (acc.numel() == 0 || k == 0) return;
+  BothScales scales = {a.scales, b.scales, b.matrix.rows, k};
+  Result result = {Dtype::f32,    static_cast<char*>(acc.mutable_data_ptr()),
+                   acc.stride(0), acc.stride(1),
+                   true,          nullptr};
+  multiply(kernel_for(a.matrix.dtype), {a.matrix, b.matrix, k, std::move(scales), result});
+}
 
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
   check_operands(a, b, "gemm");
-  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, "gemm");
-  return gemm_with(kernel_for(dtype_of(a, "gemm")), a, b, std::move(scales), bias, out_type,
-                   "gemm");
+  auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, "gemm");
+  int64_t shape[] = {a.size(0), b.size(1)};
+  return product(of_a, of_b, a.size(1), {shape, 2}, out_type, bias, "gemm");
 }
 
 // acc [M, N] fp32 += a [M, K] @ b [K, N]
@@ -57,13 +78,8 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   const char* op = "gemm_accumulate_";
   check_operands(a, b, op);
   check_accumulator(acc, {a.size(0), b.size(1)}, a, b, a_scale_inv, b_scale_inv, op);
-  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, op);
-  if (acc.numel() == 0 || a.sizes()[1] == 0) return;
-  Result result = {Dtype::f32,    static_cast<char*>(acc.mutable_data_ptr()),
-                   acc.stride(0), acc.stride(1),
-                   true,          nullptr};
-  multiply(kernel_for(dtype_of(a, op)),
-           {matrix_of(a, 0, 1), matrix_of(b, 1, 0), a.size(1), std::move(scales), result});
+  auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, op);
+  add_product(acc, of_a, of_b, a.size(1));
 }
 
 // as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
@@ -76,13 +92,14 @@ Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b
                          ": arch must be v100, a100, ada, hopper or blackwell");
   TensorCore core = tensor_core(gpu, a_dtype);
   STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
-  BothScales scales = both_scales(a, b, a_scale_inv, b_scale_inv, op);
-  scales.promoted = core.promoted && !fast_accum;
+  auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, op);
   SimulatedKernel kernel =
       core.significant_bits == 14 ? loops().simulated_short : loops().simulated;
   kernel.core = &core, kernel.least_a = min_exponent(a_dtype),
   kernel.least_b = min_exponent(b_dtype);
-  return gemm_with(kernel, a, b, std::move(scales), bias, out_type, op);
+  int64_t shape[] = {a.size(0), b.size(1)};
+  return product_by(kernel, of_a, of_b, a.size(1), {shape, 2}, out_type, bias, op,
+                    core.promoted && !fast_accum);
 }
 
 }  // namespace mixprec::cpu

@@ -130,31 +130,28 @@ Tensor amax(Tensor x) {
   return empty_scalar(bits_float(amax_bits(dense(x), dtype)));
 }
 
-// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
-// granularity), amax []
-Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
-                   bool power_of_two_scale) {
-  Dtype from = float_dtype(x, "quantize: x");
-  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale}, x, "quantize");
-  STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");
-  Blocks blocks = blocks_of(granularity);
-  float s = read_scalar(scale, 0.0f, "quantize", "scale");
-
+CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, const Blocks& blocks,
+                       bool power_of_two_scale) {
+  Dtype from = dtype_of(x, "quantize: x"), to = dtype_of(type, "quantize");
   x = row_major(x);
   auto [rows, cols] = as_matrix(x);
   const void* src = x.const_data_ptr();
-  Tensor data = empty(x.sizes(), type);
-  Tensor data_t = empty({transpose ? cols : 0, transpose ? rows : 0}, type);
-  void *dst = data.mutable_data_ptr(), *dst_t = data_t.mutable_data_ptr();
+  CastMatrix out = {empty(x.sizes(), type), {}, {}, {}, 0.0f};
+  if (transpose) out.data_t = empty({cols, rows}, type);
+  void* dst = out.data.mutable_data_ptr();
+  void* dst_t = transpose ? out.data_t->mutable_data_ptr() : nullptr;
   if (blocks.rows != 0) {
     BlockCast cast = {from, to, src, rows, cols, transpose, power_of_two_scale};
-    Tensor scale_inv = scales_of(blocks, rows, cols);
-    Tensor scale_inv_t = transpose ? scales_of(blocks, cols, rows) : empty({0}, ScalarType::Float);
+    out.scale_inv = scales_of(blocks, rows, cols);
+    if (transpose) out.scale_inv_t = scales_of(blocks, cols, rows);
+    float* scale_inv_t = transpose ? fp32_of(*out.scale_inv_t) : nullptr;
     uint32_t largest =
-        quantize_by_blocks(cast, blocks, dst, fp32_of(scale_inv), dst_t, fp32_of(scale_inv_t));
-    return {data, data_t, scale_inv, scale_inv_t, empty_scalar(bits_float(largest))};
+        quantize_by_blocks(cast, blocks, dst, fp32_of(*out.scale_inv), dst_t, scale_inv_t);
+    out.amax = bits_float(largest);
+    return out;
   }
 
+  float s = given;
   if (s == 0.0f) {  // not given, or not initialised yet
     s = is_fp8(to) ? scale_from_amax(bits_float(amax_bits(x, from)), format_max(to), 1.0f,
                                      power_of_two_scale, 1.0f)
@@ -176,8 +173,26 @@ Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
       raise_to(largest, loops().quantize(from, to, at(src, from, i), s, at(dst, to, i), count));
     });
   }
-  return {data, data_t, empty_scalar(1.0f / s), empty({0}, ScalarType::Float),
-          empty_scalar(bits_float(largest))};
+  out.scale_inv = empty_scalar(1.0f / s);
+  out.amax = bits_float(largest);
+  return out;
+}
+
+// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
+// granularity), amax []
+Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
+                   bool power_of_two_scale) {
+  float_dtype(x, "quantize: x");
+  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale}, x, "quantize");
+  STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");
+  float given = read_scalar(scale, 0.0f, "quantize", "scale");
+  CastMatrix cast =
+      cast_matrix(x, type, given, transpose, blocks_of(granularity), power_of_two_scale);
+  auto or_nothing = [](MaybeTensor& t, std::initializer_list<int64_t> shape, ScalarType type) {
+    return t ? std::move(*t) : empty({shape.begin(), shape.size()}, type);
+  };
+  return {cast.data, or_nothing(cast.data_t, {0, 0}, type), *cast.scale_inv,
+          or_nothing(cast.scale_inv_t, {0}, ScalarType::Float), empty_scalar(cast.amax)};
 }
 
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape

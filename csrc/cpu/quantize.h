@@ -12,11 +12,6 @@
 
 namespace mixprec::cpu {
 
-// The ops of quantize.cpp.
-Tensor amax(Tensor x);
-Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose, Text granularity,
-                   bool power_of_two_scale);
-
 constexpr int64_t kBlock = kScaleBlock;
 
 struct Blocks {
@@ -36,6 +31,25 @@ inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols,
   int64_t down = ceil_div(rows, b.rows), across = b.cols ? ceil_div(cols, b.cols) : 1;
   return empty({down, across}, dtype);
 }
+
+// The ops of quantize.cpp and quantize_mx.cpp that others call.
+Tensor amax(Tensor x);
+Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose, Text granularity,
+                   bool power_of_two_scale);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(
+    Tensor x, Text fmt, Text mode, bool transpose, MaybeTensor seed, bool swizzled, bool with_amax);
+Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
+                     int64_t columns, ScalarType type);
+
+struct CastMatrix {
+  Tensor data;  // of x's shape
+  MaybeTensor data_t, scale_inv, scale_inv_t;
+  float amax;
+};
+
+// What quantize returns, of checked arguments. given: the scale, or 0.
+CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, const Blocks& blocks,
+                       bool power_of_two_scale);
 
 struct BlockCast {
   Dtype from, to;

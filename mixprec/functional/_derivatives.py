@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import function
 
 from .._context import context, replaced
@@ -61,6 +62,22 @@ def may_run_as_one(*tensors: Any, transforms: bool = False) -> bool:
     return not torch._C._are_functorch_transforms_active()
 
 
+def is_plain_eager(x: Any, y: Any = None) -> bool:
+    """Whether a call with x and y runs its kernels and nothing else: nothing traces it, nothing but
+    blocks of ours is to see its ops, and no tensor stands for others."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in PLAIN
+        and (y is None or (type(y) in PLAIN and not is_functorch_wrapped_tensor(y)))
+        and not is_functorch_wrapped_tensor(x)
+        and not is_legacy_batchedtensor(x)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not (torch._C._len_torch_function_stack() and is_watched())
+    )
+
+
 def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of backward(ctx, ...): its ops run on ctx.backend, which forward took from
     `context.backend`, and not on that of the thread that it runs on. It gets gradients that torch
@@ -83,7 +100,7 @@ def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_batched(g: Any) -> bool:
-    return g is not None and torch._C._functorch.is_legacy_batchedtensor(g)
+    return g is not None and is_legacy_batchedtensor(g)
 
 
 class _ReadOnce:

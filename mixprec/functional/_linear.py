@@ -10,7 +10,7 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
-from . import _products, operands
+from . import _in_one_call, _products, operands
 from ._arguments import check_outliers, check_output, check_state, main_grad_of
 from ._derivatives import (
     Tensors,
@@ -21,7 +21,7 @@ from ._derivatives import (
     result,
 )
 from ._products import Gemms, Product, WeightLike, clips, grad_bias, saturate
-from .operands import NOTHING, Delayed, Matrix, Operand
+from .operands import NOTHING, Delayed, Matrix, Operand, transposed
 
 
 def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
@@ -55,7 +55,7 @@ def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
 
 
 class _Linear(torch.autograd.Function):
-    """y [..., N] = x [..., K] @ weight [N, K]^T + bias [N]."""
+    """y [..., N] = x [..., K] @ weight [N, K]^T + bias [N], op by op."""
 
     @staticmethod
     def forward(
@@ -69,13 +69,13 @@ class _Linear(torch.autograd.Function):
         grad_enabled: bool,
         simulated: str | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.backend = recipe, context.backend
-        ctx.gemms = Gemms(recipe, product.name, simulated)
+        ctx.recipe, ctx.backend, ctx.product, ctx.simulated = (
+            recipe, context.backend, product, simulated,
+        )  # fmt: skip
         ctx.x_shape, ctx.x_dtype, ctx.like_w = x.shape, x.dtype, WeightLike.of(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Not saved with save_for_backward, because they are modified in place.
-        main_grad, delayed, quantized_weight, _, outliers = product
-        ctx.delayed, ctx.main_grad = delayed, main_grad
+        # What is not saved with save_for_backward is modified in place.
+        _, delayed, quantized_weight, name, outliers = product
         rest_x, rest_w, high_x, high_w = x, weight, None, None
         if outliers is not None:
             (rest_x, high_x), (rest_w, high_w) = (_products.split(t, outliers) for t in (x, weight))
@@ -88,47 +88,55 @@ class _Linear(torch.autograd.Function):
         qw = quantized_weight or operands.cast(
             rest_w, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
         )
-        saved_x = qx.matrix_t if need_w else NOTHING
-        saved_w = qw.matrix_t if need_x else NOTHING
+        saved_x = qx.for_backward if need_w else NOTHING
+        saved_w = qw.for_backward if need_x else NOTHING
+        ctx.own_t = qx.own_t is not None, qw.own_t is not None
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
         columns = outliers, high_x if need_w else None, high_w if need_x else None
         keep_as_is(*columns)
         ctx.save_for_backward(*saved_x, *saved_w, *columns, *((x, weight) if ctx.twice else ()))
-        y = ctx.gemms.forward(
-            qx.matrix, qw.matrix, bias, out_dtype if outliers is None else torch.float32
-        )
+        dtype = out_dtype if outliers is None else torch.float32
+        y = Gemms(recipe, name, simulated).forward(qx.matrix, qw.matrix, bias, dtype)
         if high_x is not None and high_w is not None:
-            _products.add(y, high_x, high_w, product.name, simulated)
+            _products.add(y, high_x, high_w, name, simulated)
             y = result(y, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @on_backend_of_forward
-    @differentiable(_second)
-    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
-        x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
-        outliers, x_outliers, w_outliers = saved[6:9]
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_w = None
-        if need_x or need_w:
-            qg = operands.cast(g, "g", ctx.recipe, ctx.delayed, use_t=need_w)
-        if need_x:
-            grad_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
-        if need_w:
-            grad_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
-        if outliers is not None:
-            _products.put(ctx, g, outliers, (grad_x, w_outliers), (grad_w, x_outliers))
-        grad_b = grad_bias(g, ctx.bias_dtype) if need_bias else None
-        return None if grad_x is None else grad_x.view(ctx.x_shape), grad_w, grad_b, *[None] * 5
+    def backward(ctx: Any, g: torch.Tensor) -> Tensors:
+        return *gradients(ctx, g), *[None] * 5
+
+
+@on_backend_of_forward
+@differentiable(_second)
+def gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
+    """Of x, weight and bias, op by op."""
+    gemms = Gemms(ctx.recipe, ctx.product.name, ctx.simulated)
+    x_t = transposed(Matrix(*saved[:3]), ctx.own_t[0])  # [K, M]
+    w_t = transposed(Matrix(*saved[3:6]), ctx.own_t[1])  # [K, N]
+    outliers, x_outliers, w_outliers = saved[6:9]
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    main_grad, delayed = ctx.product.main_grad, ctx.product.delayed
+    grad_x = grad_w = None
+    if need_x or need_w:
+        qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w)
+    if need_x:
+        grad_x = gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
+    if need_w:
+        grad_w = gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, main_grad)
+    if outliers is not None:
+        _products.put(gemms, main_grad, g, outliers, (grad_x, w_outliers), (grad_w, x_outliers))
+    grad_b = grad_bias(g, ctx.bias_dtype) if need_bias else None
+    return None if grad_x is None else grad_x.view(ctx.x_shape), grad_w, grad_b
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear", name: str = "") -> None:
     """The checks of every call of a layer of this name: x, and its weight's dtype and device."""
     k = weight.shape[1]
     valid = isinstance(x, torch.Tensor) and x.dtype in checks.FLOATS
-    if not valid or (not torch.compiler.is_compiling() and x.layout != torch.strided):
+    if not valid or (x.layout != torch.strided and not torch.compiler.is_compiling()):
         checks.has_dtype(checks.of_layer(op, name), "x", x, checks.FLOATS, checks.CAST_X)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
@@ -151,19 +159,16 @@ def run_linear(
     clipped: torch.Tensor | None,
 ) -> torch.Tensor:
     """`linear`, for arguments that have been checked."""
-    clip = clips(recipe, out_dtype)
-    y = apply(
-        "linear",
-        _Linear,
-        x,
-        weight,
-        bias,
-        product,
-        recipe,
-        torch.float32 if clip else out_dtype,
-        torch.is_grad_enabled(),
-        simulation.current(),
-    )
+    clip = recipe.clip_activations and clips(recipe, out_dtype)
+    dtype, grad_enabled = torch.float32 if clip else out_dtype, torch.is_grad_enabled()
+    if _in_one_call.is_possible(x, weight, bias, recipe):
+        args = x, weight, bias, product, recipe, dtype, grad_enabled
+        y = _in_one_call.linear(*args, gradients)
+    else:
+        y = apply(
+            *("linear", _Linear, x, weight, bias, product, recipe, dtype, grad_enabled),
+            simulation.current(),
+        )
     return saturate(y, clipped) if clip else y
 
 

@@ -44,6 +44,10 @@ def observed(callback: Observer) -> Iterator[None]:
         _observer = before
 
 
+def is_observed() -> bool:
+    return _observer is not None or bool(listeners)
+
+
 def observe(kind: str, recipe: Recipe, name: str) -> None:
     """Report a GEMM that is about to run."""
     if _observer is not None and recipe is not OUTLIERS:
@@ -97,15 +101,16 @@ def add(total: torch.Tensor, x: torch.Tensor, w: torch.Tensor, name: str, on: st
 
 
 def put(
-    ctx: Any,
+    gemms: Gemms,
+    main_grad: torch.Tensor | None,
     g: torch.Tensor,
     indices: torch.Tensor,
     input_and_w: tuple[torch.Tensor | None, torch.Tensor | None],
     weight_and_x: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> None:
     """Compute these columns of the gradient of a layer's input [M, K] from w [N, k], and of its
-    weight [N, K], or of ctx.main_grad, from x [M, k], where there are these."""
-    _, name, simulated = ctx.gemms
+    weight [N, K], or of main_grad, from x [M, k], where there are these."""
+    _, name, simulated = gemms
     rows = g.to(torch.bfloat16).reshape(-1, g.shape[-1])
     (grad_x, w), (grad_w, x) = input_and_w, weight_and_x
     if grad_x is not None and w is not None:
@@ -117,10 +122,10 @@ def put(
     observe("grad_weight", OUTLIERS, name)
     dtype = torch.float32 if grad_w is None else grad_w.dtype
     columns = gemm(Operands(rows.t(), x), None, dtype, False, simulated)
-    if grad_w is None:
-        ctx.main_grad.index_add_(1, indices, columns)
-    else:
+    if grad_w is not None:
         grad_w.index_copy_(1, indices, columns)
+    elif main_grad is not None:
+        main_grad.index_add_(1, indices, columns)
 
 
 class Product(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +38,38 @@ class Matrix(NamedTuple):
     scale_inv: torch.Tensor | None = None
     tensor_scale_inv: torch.Tensor | None = None
 
+    def t(self) -> Matrix:
+        """The transpose, of which the scales are those of the matrix."""
+        inv = None if self.scale_inv is None else self.scale_inv.t()
+        return Matrix(self.data.t(), inv, self.tensor_scale_inv)
+
 
 NOTHING = Matrix(None)
 
 
 class Operand(NamedTuple):
-    """A tensor cast as a matrix [R, C], and its transpose [C, R], cast with its own scales."""
+    """A tensor cast as a matrix [R, C], and its transpose [C, R].
+
+    own_t: the transpose, if it was cast as well: with other scales, or for a GPU that reads it in
+    another order of memory.
+    """
 
     matrix: Matrix
-    matrix_t: Matrix = NOTHING
+    own_t: Matrix | None = None
+
+    @property
+    def matrix_t(self) -> Matrix:
+        return self.matrix.t() if self.own_t is None else self.own_t
+
+    @property
+    def for_backward(self) -> Matrix:
+        """What a layer saves, for `transposed`."""
+        return self.matrix if self.own_t is None else self.own_t
+
+
+def transposed(saved: Matrix, is_own: bool) -> Matrix:
+    """The transpose, of `Operand.for_backward`; is_own: whether it had one of its own."""
+    return saved if is_own or saved.data is None else saved.t()
 
 
 class Delayed(NamedTuple):
@@ -94,8 +117,7 @@ def _cast(
     """x [..., C] with a recipe that is the same for both products that read it."""
     fmt = getattr(recipe, role)
     if fmt.bits == 16:
-        data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
-        return Operand(Matrix(data), Matrix(data.t()))
+        return Operand(Matrix(x.to(fmt.dtype).flatten(0, -2)))  # no copy if x has this dtype
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t)
@@ -153,7 +175,7 @@ class OperandCast(NamedTuple):
         dtype, _, transpose, granularity, _ = self.cast
         data = data.flatten(0, -2)
         if dtype.itemsize == 2:
-            return Operand(Matrix(data), Matrix(data.t()))
+            return Operand(Matrix(data))
         for state in record:
             if state is None or self.role not in DELAYED_ROLES:
                 continue
@@ -164,15 +186,12 @@ class OperandCast(NamedTuple):
             # gradient.
             seen = amax.detach() if torch.compiler.is_exporting() else amax
             largest.copy_(torch.maximum(largest, seen))
-        if not self.use_t:
-            return Operand(Matrix(data, scale_inv))
-        if not (
-            granularity in _SEPARATE_TRANSPOSE_SCALES
-            or (transpose and granularity == "block128x128")
-        ):
+        matrix = Matrix(data, scale_inv)
+        if not transpose:
+            return Operand(matrix)
+        if granularity not in (*_SEPARATE_TRANSPOSE_SCALES, "block128x128"):
             scale_inv_t = scale_inv.t()
-        matrix_t = Matrix(data_t if transpose else data.t(), scale_inv_t)
-        return Operand(Matrix(data, scale_inv), matrix_t)
+        return Operand(matrix, Matrix(data_t, scale_inv_t))
 
 
 def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
@@ -184,7 +203,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     rotate = _rotates(role, recipe, use_t)
     seed = None
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+        seed = seed_of(x.device)
     swizzled = reads_swizzled(fmt, x.device)
     data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
         x, fmt, mode, use_t and not rotate, seed, swizzled, False
@@ -192,12 +211,17 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     tensor_scale_inv = tensor_inv if tensor_inv.dim() == 0 else None
     matrix = Matrix(data, scale_inv, tensor_scale_inv)
     if not rotate:
-        return Operand(matrix, Matrix(data_t, scale_inv_t, tensor_scale_inv) if use_t else NOTHING)
+        return Operand(matrix, Matrix(data_t, scale_inv_t, tensor_scale_inv) if use_t else None)
     # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
     another = None if seed is None else seed + 1
     rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
     tensor_inv_t = None if tensor_scale_inv is None else rotated[4]
     return Operand(matrix, Matrix(rotated[0], rotated[2], tensor_inv_t))
+
+
+def seed_of(device: torch.device) -> torch.Tensor:
+    """Of a cast that rounds at random, from torch's generator."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
@@ -238,19 +262,33 @@ def cast_input(
 ) -> Operand:
     """`operands.cast` of a layer's input, or the operand that another layer has made of it.
 
-    grad_enabled: the caller's grad mode (an autograd.Function runs without). Only the cast is
-    shared, which depends on nothing but the key, and never beyond `share_casts`.
+    grad_enabled: the caller's grad mode (an autograd.Function runs without).
     """
-    shared = _shareable(x, recipe, delayed)
-    if shared:
-        known, key = context.casts[-1], _key(x, recipe, use_t, grad_enabled)
-        for tensor, known_key, operand in known:
-            if tensor() is x and known_key == key:
-                return operand
-    operand = cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled)
-    if shared:
-        known[:] = [*known[1 - _LIMIT :], (weakref.ref(x), key, operand)]
+    operand, keep = shared_cast(x, recipe, delayed, use_t, grad_enabled)
+    if operand is None:
+        operand = cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled)
+        keep(operand)
     return operand
+
+
+def shared_cast(
+    x: torch.Tensor, recipe: Recipe, delayed: Delayed | None, use_t: bool, grad_enabled: bool
+) -> tuple[Operand | None, Callable[[Operand], None]]:
+    """The operand that another layer has made of x, if any, and what is to be called with a new one.
+
+    Only the cast is shared, which depends on nothing but the key, and never beyond `share_casts`.
+    """
+    if not _shareable(x, recipe, delayed):
+        return None, lambda _: None
+    known, key = context.casts[-1], _key(x, recipe, use_t, grad_enabled)
+    for tensor, known_key, operand in known:
+        if tensor() is x and known_key == key:
+            return operand, lambda _: None
+
+    def keep(operand: Operand) -> None:
+        known[:] = [*known[1 - _LIMIT :], (weakref.ref(x), key, operand)]
+
+    return None, keep
 
 
 def saved_tensors_hooks() -> object:

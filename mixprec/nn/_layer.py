@@ -11,7 +11,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import scaling
 from ..functional._arguments import watch_main_grad
 from ..functional.operands import Delayed, Operand
-from ..ops._dispatch import autocast
 from ..ops._dispatch.checks import NOT_TRACED
 from ..recipes import Recipe
 from ._subclass import class_for, inject_parametrizations, names_of
@@ -184,12 +183,14 @@ class Layer(torch.nn.Module):
         if "parametrizations" in self._modules or getattr(bias, "main_grad", None) is not None:
             self._watch_main_grads()
         kind, out_dtype = device.type, dtype
-        if autocast.is_on(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             out_dtype = torch.get_autocast_dtype(kind)
         if recipe is not self._recipe and recipe != self._recipe:
             return LayerState(out_dtype, None, None, None)  # that state belongs to its own recipe
         clipped = self._buffers.get(CLIPPED) if recipe.clip_activations else None
-        return LayerState(out_dtype, self._delayed(), self._reused(), clipped)
+        delayed = self._delayed() if recipe.is_delayed else None
+        reused = None if self._quantized_weight is None else self._reused()
+        return LayerState(out_dtype, delayed, reused, clipped)
 
     def _watch_main_grads(self) -> None:
         """See to it that gradients of the parameters that arrive elsewhere are added to main_grad:
@@ -201,7 +202,7 @@ class Layer(torch.nn.Module):
     def _delayed(self) -> Delayed | None:
         if not self._recipe.is_delayed:
             return None
-        return Delayed(self.scale, self.amax, self.grad_amax)
+        return Delayed(*map(self._buffers.get, ("scale", "amax", "grad_amax")))  # type: ignore[arg-type]
 
     def _outliers(self) -> torch.Tensor | None:
         """Their indices, int64 [k], where the recipe has outliers."""

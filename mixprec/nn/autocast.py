@@ -75,7 +75,8 @@ def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
     as torch's module."""
     if is_for_onnx():
         return None
-    region = current_region() if region is None else region
+    if region is None and torch._C._len_torch_function_stack():
+        region = current_region()
     if region is None or region.inside is OWN:
         return own
     return region.inside  # type: ignore[return-value]

@@ -21,11 +21,19 @@ def product_of(
     where it is read, as [N, K], the dtype of its output, and its count of clipped values."""
     out_dtype, delayed, quantized_weight, clipped = layer._state(dtype, weight.device, recipe)
     outliers = layer._outliers() if recipe.has_outliers else None
-    main_grad = main_grad_of("linear", weight)
+    main_grad = getattr(weight, "main_grad", None)
+    main_grad = None if main_grad is None else main_grad_of("linear", weight)
     if layer._is_transposed:
         weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
     product = Product(main_grad, delayed, quantized_weight, layer._path, outliers)
     return product, weight, out_dtype, clipped
+
+
+def _run(layer: Layer, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    check_input(x, weight.t() if layer._is_transposed else weight, name=layer._path)
+    product, weight, out_dtype, clipped = product_of(layer, weight, x.dtype, recipe)
+    bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
+    return run_linear(x, weight, bias, product, recipe, out_dtype, clipped)
 
 
 def cast_weight(layer: Layer, weight: torch.Tensor) -> Operand:
@@ -69,16 +77,15 @@ class Linear(Layer, torch.nn.Linear):
         self._path = name
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
-        x = input
         recipe = recipe_here(self._recipe)
         if recipe is None:
             self._watch_main_grads()
-            return super().forward(x)
+            return super().forward(input)
         weight = self.weight
+        if type(input) is torch.Tensor and not torch._C._len_torch_function_stack():
+            return _run(self, input, weight, recipe)
         with without_modes():
-            check_input(x, weight, name=self._path)
-            product, weight, out_dtype, clipped = product_of(self, weight, x.dtype, recipe)
-            return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
+            return _run(self, input, weight, recipe)
 
     def _cast_weight(self) -> Operand:
         return cast_weight(self, self.weight)
@@ -105,9 +112,7 @@ class Conv1D(Layer):
             self._watch_main_grads()
             y: torch.Tensor = super().forward(x)
             return y
-        check_input(x, self.weight.t(), name=self._path)
-        product, weight, out_dtype, clipped = product_of(self, self.weight, x.dtype, recipe)
-        return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
+        return _run(self, x, self.weight, recipe)
 
     def _cast_weight(self) -> Operand:
         return cast_weight(self, self.weight.t())

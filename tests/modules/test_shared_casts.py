@@ -15,6 +15,7 @@ from torch import nn
 import mixprec
 from mixprec._context import context
 from mixprec.functional import operands
+from mixprec.ops import linear_pass
 from mixprec.recipes import RECIPES
 
 
@@ -48,11 +49,13 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], in
 
 def casts_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many layers' inputs one call of the model casts."""
-    cast = Mock(wraps=operands.cast)
+    cast, one = Mock(wraps=operands.cast), Mock(wraps=linear_pass.linear_forward)
     with monkeypatch.context() as patch:
         patch.setattr(operands, "cast", cast)
+        patch.setattr(linear_pass, "linear_forward", one)
         model(x)
-    return sum(call.args[1] == "x" for call in cast.call_args_list)
+    in_one_call = sum(call.args[0].dtype == torch.float32 for call in one.call_args_list)
+    return in_one_call + sum(call.args[1] == "x" for call in cast.call_args_list)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,0 +1,169 @@
+"""A linear layer whose forward pass is one call of C++, and whose backward pass is another.
+
+The same bits, errors and saved memory as op by op (`_linear`), which `use_backend("cpp")` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._context import context
+from .._modes import nor_below
+from ..memory.running import keep_as_is, running
+from ..ops import linear_pass
+from ..ops._dispatch import simulation
+from ..ops.gemm import check_result
+from ..recipes import Recipe
+from . import _products, operands
+from ._derivatives import PLAIN, Tensors, is_plain_eager
+from .operands import Matrix, Operand
+
+_NOTHING = (None, None, None)
+
+
+def is_possible(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
+) -> bool:
+    """Whether nothing has to see the casts and products of a layer, and the kernels have them."""
+    return (
+        recipe.code is not None
+        and is_plain_eager(x, weight)
+        and (x.is_cpu and x.dim() > 1 and context.backend is None and linear_pass.IS_BUILT)
+        and not context.twice_differentiable
+        and (bias is None or (type(bias) in PLAIN and bias.dtype != torch.float64))
+        and not _products.is_observed()
+        and not (torch._C._len_torch_function_stack() and simulation.current())
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: _products.Product,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    grad_enabled: bool,
+    gradients: Callable[[Any, torch.Tensor], Tensors],
+) -> torch.Tensor:
+    """x @ weight^T + bias, where `is_possible`. gradients: those of x, weight and bias where they
+    are not, in the backward pass; they read the ctx of `_linear`."""
+    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, gradients
+    if not context.hooks:
+        return _apply(*args)  # type: ignore[no-any-return]
+    with running("linear", x, weight, bias):
+        return _apply(*args)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: _products.Product,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        grad_enabled: bool,
+        gradients: Callable[[Any, torch.Tensor], Tensors],
+    ) -> torch.Tensor:
+        _, delayed, qw, _, _ = product
+        need_x, need_w = ctx.needs_input_grad[:2]
+        use_x_t, use_w_t = need_w and grad_enabled, need_x and grad_enabled
+        qx, keep, scale, amax = None, None, None, None
+        if context.casts:
+            qx, keep = operands.shared_cast(x, recipe, delayed, use_x_t, grad_enabled)
+        if recipe.is_delayed and delayed is not None:
+            scale, amax = delayed.scale, delayed.amax if grad_enabled else None
+        rows = x if x.dim() == 2 else x.flatten(0, -2)
+        try:
+            y, *made = linear_pass.linear_forward(
+                *((rows, None, None) if qx is None else qx.matrix),
+                *((weight, None, None) if qw is None else qw.matrix),
+                bias, scale, amax, recipe.code, use_x_t, use_w_t, out_dtype,
+            )  # fmt: skip
+        except RuntimeError:
+            check_result(bias, out_dtype, weight.shape[0], x)  # which says what is wrong
+            raise
+        if amax is not None:
+            torch.autograd.graph.increment_version(amax)
+        if keep is not None and qx is None:
+            matrix, own_t = made[:3] if made[0] is not None else (rows, None, None), made[3:6]
+            qx = Operand(Matrix(*matrix), None if own_t[0] is None else Matrix(*own_t))
+            keep(qx)
+        # What the products of the backward pass read: of a cast that is given, or was made (nothing
+        # was made of a tensor that has its dtype), and of its transpose, where that has own scales.
+        saved: list[Any] = [*_NOTHING, *_NOTHING]
+        own_t = [False, False]
+        for i, (needed, t, given) in enumerate(((need_w, rows, qx), (need_x, weight, qw))):
+            if not needed:
+                continue
+            of_t = made[6 * i : 6 * i + 6]
+            own_t[i] = of_t[3] is not None if given is None else given.own_t is not None
+            matrix = of_t[3:] if own_t[i] else of_t[:3] if of_t[0] is not None else (t, None, None)
+            saved[3 * i : 3 * i + 3] = matrix if given is None else given.for_backward
+        ctx.recipe, ctx.product, ctx.own_t, ctx.gradients = recipe, product, own_t, gradients
+        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
+        ctx.by_columns = weight.stride(0) == 1 and weight.stride(1) > 1
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if context.op is not None:
+            keep_as_is(*saved[1:])
+        ctx.save_for_backward(*saved)
+        if x.dim() == 2:
+            return y
+        # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    @nor_below
+    def backward(ctx: Any, g: torch.Tensor) -> Tensors:
+        recipe, (main_grad, delayed, *_) = ctx.recipe, ctx.product
+        if torch.is_grad_enabled() or not is_plain_eager(g) or context.backend:
+            return *ctx.gradients(_OpByOp(ctx), g), *[None] * 5
+        x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv = ctx.saved_tensors
+        need_bias = ctx.needs_input_grad[2]
+        rows = g if g.dim() == 2 else g.flatten(0, -2)
+        scale = amax = seed = None
+        if recipe.is_delayed and delayed is not None:
+            scale, amax = delayed.scale, delayed.grad_amax
+        if recipe.is_random and (x is not None or w is not None):
+            seed = operands.seed_of(g.device)
+        bias_dtype = ctx.bias_dtype if need_bias and g.dtype.itemsize == 2 else None
+        by_columns = ctx.by_columns and recipe.power_of_two_scale and not recipe.is_block
+        grad_x, grad_w, grad_b = linear_pass.linear_backward(
+            rows, x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv, main_grad, scale, amax, seed,
+            recipe.code, ctx.x_dtype, ctx.w_dtype, bias_dtype, by_columns,
+        )  # fmt: skip
+        written = [t for t in (main_grad if x is not None else None, amax) if t is not None]
+        if written:
+            torch.autograd.graph.increment_version(written)
+        if need_bias and bias_dtype is None:
+            grad_b = _products.grad_bias(g, ctx.bias_dtype)
+        if grad_x is not None and g.dim() != 2:
+            grad_x = grad_x.view(ctx.x_shape)
+        return grad_x, grad_w, grad_b, None, None, None, None, None
+
+
+# Of autograd itself: that of torch.autograd.Function looks for transforms, which there are not.
+_apply = super(torch.autograd.Function, _Linear).apply
+
+
+class _OpByOp:
+    """A ctx as `_linear` reads it."""
+
+    backend, simulated, twice = None, None, False
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self.like_w = _products.WeightLike(ctx.w_dtype, ctx.by_columns)
+
+    @property
+    def saved_tensors(self) -> Any:
+        return *self._ctx.saved_tensors, *_NOTHING
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)

@@ -1,0 +1,254 @@
+"""A layer's pass in one call of C++ is the same, bit for bit, as op by op."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import saved_tensors
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.ops import linear_pass
+from mixprec.recipes import RECIPES
+
+SHAPES = ((8, 32, 48), (1, 33, 17), (0, 16, 8), (5, 130, 257), ((2, 3), 40, 16), ((2, 2, 2), 7, 5))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHORT = [name for name, recipe in RECIPES.items() if recipe.code is not None]
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes that run in one call from now on."""
+    passes: list[str] = []
+    for name in ("linear_forward", "linear_backward"):
+
+        def run(*args: Any, _name: str = name, _op: Any = getattr(linear_pass, name)) -> Any:
+            passes.append(_name)
+            return _op(*args)
+
+        monkeypatch.setattr(linear_pass, name, run)
+    return passes
+
+
+def both(run: Callable[[], list[torch.Tensor | None]]) -> None:
+    """run() has the same results, generator and saved tensors in one call and op by op."""
+    found = []
+    for backend in (None, "cpp"):
+        torch.manual_seed(0)
+        with saved_tensors() as saved:
+            if backend is None:
+                results = run()
+            else:
+                with mixprec.use_backend(backend):
+                    results = run()
+        kept = sorted((t.numel() * t.element_size(), str(t.dtype)) for t in saved)
+        found.append((results, kept, torch.get_rng_state()))
+    (got, kept, state), (expected, other, its_state) = found
+    assert kept == other
+    assert torch.equal(state, its_state)
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def special(t: torch.Tensor, values: bool) -> torch.Tensor:
+    """With Inf, NaN, zeros and subnormal numbers in some places."""
+    if values and t.numel() > 8:
+        t.view(-1)[:4] = torch.tensor([torch.inf, torch.nan, -0.0, 1e-40])
+    return t
+
+
+@pytest.mark.parametrize("recipe", SHORT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_same_bits(recipe: str, shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead, k, n = shape
+    lead = lead if isinstance(lead, tuple) else (lead,)
+    passes, runs = count(monkeypatch), 0
+    for i, (x_dtype, w_dtype) in enumerate(itertools.product(DTYPES, DTYPES)):
+        torch.manual_seed(i)
+        layer = mixprec.nn.Linear(k, n, bias=i % 3 != 1, dtype=w_dtype, recipe=recipe)
+        x = special(torch.randn(*lead, k).to(x_dtype), i % 2 == 1)
+        x = x.transpose(0, -1).contiguous().transpose(0, -1) if i % 4 == 2 else x
+        g = special(torch.randn(*lead, n), i == 4).to(torch.float32 if i == 8 else x_dtype)
+        main = torch.randn(n, k) if i % 5 == 3 else None
+
+        def run(
+            layer: Any = layer,
+            x: torch.Tensor = x,
+            g: torch.Tensor = g,
+            i: int = i,
+            main: Any = main,
+        ) -> list[torch.Tensor | None]:
+            layer.zero_grad(set_to_none=True)
+            x = x.detach().requires_grad_(i % 6 != 5)
+            layer.weight.requires_grad_(i % 7 != 6)
+            if main is not None:
+                layer.weight.main_grad = main.clone()
+            before = [b.clone() for b in layer.buffers()]
+            y = layer(x)
+            if y.dtype == g.dtype and y.requires_grad:
+                y.backward(g)
+            after = [b.clone() for b in layer.buffers()]
+            for buffer, value in zip(layer.buffers(), before, strict=True):
+                buffer.copy_(value)
+            grads = [x.grad, layer.weight.grad, getattr(layer.weight, "main_grad", None)]
+            return [y.detach(), *grads, None if layer.bias is None else layer.bias.grad, *after]
+
+        both(run)
+        runs += 1
+    assert passes.count("linear_forward") == runs
+    assert passes.count("linear_backward") >= runs // 2
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8"])
+def test_several_passes_of_one_layer(recipe: str) -> None:
+    """Accumulation with cast weights, a checkpoint, a fused module with a shared cast, Conv2d 1x1,
+    attention's projections, torch.autocast."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 32)
+
+    def model() -> Any:
+        torch.manual_seed(1)
+        return mixprec.convert(
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)), recipe
+        )
+
+    def grads(m: nn.Module, *outputs: torch.Tensor) -> list[torch.Tensor | None]:
+        sum(y.float().square().mean() for y in outputs).backward()  # type: ignore[union-attr]
+        return [*(y.detach() for y in outputs), *(p.grad for p in m.parameters()), *m.buffers()]
+
+    def reused() -> list[torch.Tensor | None]:
+        m = model()
+        with mixprec.reuse_weights(m):
+            return grads(m, m(x), m(2 * x))
+
+    def checkpointed() -> list[torch.Tensor | None]:
+        m, leaf = model(), x.clone().requires_grad_()
+        return [*grads(m, checkpoint(m, leaf, use_reentrant=False)), leaf.grad]
+
+    def autocast() -> list[torch.Tensor | None]:
+        m = model()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(x)
+        return grads(m, y)
+
+    def region() -> list[torch.Tensor | None]:
+        m = model()
+        with mixprec.autocast("fp8-rowwise"):
+            y = m(x)
+        return grads(m, y)
+
+    def attention() -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        m = mixprec.convert(nn.MultiheadAttention(32, 4, batch_first=True), recipe)
+        return grads(m, m(x, x, x, need_weights=False)[0])
+
+    def pointwise() -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        m = mixprec.convert(nn.Sequential(nn.Conv2d(4, 8, 1)), recipe)
+        return grads(m, m(x.view(1, 4, 6, 32)))
+
+    def compressed() -> list[torch.Tensor | None]:
+        m = model()
+        with mixprec.compress_saved(bits=8):
+            return grads(m, m(x))
+
+    for run in (reused, checkpointed, autocast, region, attention, pointwise):
+        both(run)
+    results = []
+    for backend in (None, "cpp"):
+        with mixprec.use_backend(backend) if backend else torch.enable_grad():
+            torch.manual_seed(2)
+            results.append(compressed())
+    assert all(a is None or torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_has_to_see_each_op_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = mixprec.nn.Linear(16, 16, recipe="fp8"), torch.randn(4, 16, requires_grad=True)
+    passes = count(monkeypatch)
+    with Count() as mode:
+        y = layer(x)
+    assert not passes
+    assert {"mixprec::quantize", "mixprec::gemm"} <= {*mode.names}
+    y = layer(x)
+    assert passes.pop() == "linear_forward"
+    with Count() as mode:
+        y.backward(torch.ones_like(y))
+    assert not passes
+    assert {"mixprec::quantize", "mixprec::gemm"} <= {*mode.names}
+    with mixprec.simulate("h100"):
+        layer(x)
+    torch.func.vmap(layer)(x)
+    torch.func.grad(lambda t: layer(t).sum())(x)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    with mixprec.functional.twice_differentiable():
+        layer(x)
+    layer(x.detach().as_subclass(type("Own", (torch.Tensor,), {})))
+    mixprec.audit(nn.Sequential(layer), (x,), loss=torch.sum)
+    assert not passes
+    y = layer(x)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    y = layer(x)
+    one = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+    grads = torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)[0]
+    assert torch.equal(grads[1], one)
+    assert passes == ["linear_forward", "linear_forward", "linear_backward"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+def test_how_many_calls_of_python(recipe: str) -> None:
+    layer = mixprec.nn.Linear(16, 16, recipe=recipe)
+    x, calls = torch.randn(4, 16, requires_grad=True), []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    def counted(run: Callable[[], Any]) -> int:
+        run()
+        calls.clear()
+        sys.setprofile(profile)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert counted(lambda: layer(x)) <= 26, calls  # with the lambda
+    y = layer(x)
+    g = torch.ones_like(y)
+    assert counted(lambda: y.backward(g, retain_graph=True)) <= 27, calls
+
+
+def test_what_is_wrong_is_said_as_before() -> None:
+    layer = mixprec.nn.Linear(16, 8, recipe="fp8")
+    with pytest.raises(ValueError, match=r"x must be \[..., K\] with K = 16"):
+        layer(torch.randn(2, 15))
+    layer.bias = nn.Parameter(torch.randn(7))
+    with pytest.raises(ValueError, match=r"gemm: bias must have shape \[N\]"):
+        layer(torch.randn(2, 16))
+    layer = mixprec.nn.Linear(16, 8, recipe="fp8-delayed")
+    layer.weight.main_grad = torch.zeros(8, 15)
+    with pytest.raises(ValueError, match="main_grad"):
+        layer(torch.randn(2, 16))
