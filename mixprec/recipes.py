@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from . import _recipe_checks
-from ._recipe_checks import AMAX_OF, BLOCKS, GEMMS, GRANULARITIES, READ_BY, ROLES, SCALINGS
-from ._recipe_checks import Checked
+from ._recipe_checks import (
+    AMAX_OF,
+    BLOCKS,
+    GEMMS,
+    GRANULARITIES,
+    READ_BY,
+    ROLES,
+    SCALINGS,
+    Checked,
+)
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from .ops._reference import block_formats
 

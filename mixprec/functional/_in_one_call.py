@@ -53,9 +53,9 @@ def linear(
     are not, in the backward pass; they read the ctx of `_linear`."""
     args = x, weight, bias, product, recipe, out_dtype, grad_enabled, gradients
     if not context.hooks:
-        return _apply(*args)  # type: ignore[no-any-return]
+        return _apply(*args)
     with running("linear", x, weight, bias):
-        return _apply(*args)  # type: ignore[no-any-return]
+        return _apply(*args)
 
 
 class _Linear(torch.autograd.Function):

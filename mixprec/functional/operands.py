@@ -274,7 +274,7 @@ def cast_input(
 def shared_cast(
     x: torch.Tensor, recipe: Recipe, delayed: Delayed | None, use_t: bool, grad_enabled: bool
 ) -> tuple[Operand | None, Callable[[Operand], None]]:
-    """The operand that another layer has made of x, if any, and what is to be called with a new one.
+    """The operand that another layer has made of x, if any, and what to call with a new one.
 
     Only the cast is shared, which depends on nothing but the key, and never beyond `share_casts`.
     """

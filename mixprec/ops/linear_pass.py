@@ -1,4 +1,4 @@
-"""linear_forward and linear_backward: a pass of a linear layer, its casts and products, in one call.
+"""linear_forward, linear_backward: a pass of a linear layer, its casts and products, in one call.
 
 They compute what `quantize`, `quantize_mx` and `gemm` compute one after the other, bit for bit, and
 are called where nothing has to see these.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 
 from ._dispatch import library
-
-_RECIPE = "Tensor? scale, Tensor(a!)? amax, int recipe"
 
 
 def _stored(name: str) -> str:
