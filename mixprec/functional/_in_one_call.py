@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
             y, *made = linear_pass.linear_forward(
                 *((rows, None, None) if qx is None else qx.matrix),
                 *((weight, None, None) if qw is None else qw.matrix),
-                bias, scale, amax, recipe.code, use_x_t, use_w_t, out_dtype,
+                bias, scale, amax, recipe.code, 0, False, use_x_t, use_w_t, out_dtype,
             )  # fmt: skip
         except RuntimeError:
             check_result(bias, out_dtype, weight.shape[0], x)  # which says what is wrong
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
         by_columns = ctx.by_columns and recipe.power_of_two_scale and not recipe.is_block
         grad_x, grad_w, grad_b = linear_pass.linear_backward(
             rows, x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv, main_grad, scale, amax, seed,
-            recipe.code, ctx.x_dtype, ctx.w_dtype, bias_dtype, by_columns,
+            recipe.code, 0, False, ctx.x_dtype, ctx.w_dtype, bias_dtype, by_columns,
         )  # fmt: skip
         written = [t for t in (main_grad if x is not None else None, amax) if t is not None]
         if written:

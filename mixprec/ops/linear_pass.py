@@ -17,13 +17,14 @@ def _stored(name: str) -> str:
 
 library.LIBRARY.define(
     f"linear_forward(Tensor x, {_stored('x')}, Tensor weight, {_stored('w')}, Tensor? bias, "
-    "Tensor? scale, Tensor(a!)? amax, int recipe, bool use_x_t, bool use_w_t, ScalarType out_dtype)"
+    "Tensor? scale, Tensor(a!)? amax, int recipe, int choice, bool k_major, bool use_x_t, "
+    "bool use_w_t, ScalarType out_dtype)"
     f" -> (Tensor, {', '.join(['Tensor?'] * 12)})"
 )
 library.LIBRARY.define(
     f"linear_backward(Tensor g, Tensor? x, {_stored('x')}, Tensor? w, {_stored('w')}, "
-    "Tensor(a!)? main_grad, Tensor? scale, Tensor(b!)? amax, Tensor? seed, int recipe, "
-    "ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, bool by_columns)"
+    "Tensor(a!)? main_grad, Tensor? scale, Tensor(b!)? amax, Tensor? seed, int recipe, int choice, "
+    "bool k_major, ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, bool by_columns)"
     " -> (Tensor?, Tensor?, Tensor?)"
 )
 linear_forward = torch.ops.mixprec.linear_forward.default
