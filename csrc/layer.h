@@ -61,12 +61,11 @@ struct Delayed {
   int64_t index;
 };
 
-// What every call of a layer on a device is to know. k_major: FP8 products read operands with K
-// contiguous, so that the transposes are cast too. choice: of a device with several kernels.
+// The recipe of a call. k_major: FP8 products read operands with K contiguous, so that the
+// transposes are cast too.
 struct LayerCall {
   int64_t recipe;
   bool k_major;
-  int64_t choice;
 
   RoleCast role(Role r) const { return RoleCast(recipe, r); }
   bool has_own_t(const RoleCast& how) const {
@@ -81,7 +80,7 @@ using LayerResults =
     std::tuple<Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor,
                MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
 
-// A Device has
+// A Device is made of `choice`, which says how it multiplies, and has
 //   CastOperand cast(t [R, C], how, own_t, const Delayed*, seed)
 //   Tensor multiply(Read a, Read b, ScalarType, bias, product)          a @ b^T + bias
 //   void accumulate(acc, Read a, Read b)                                acc += a @ b^T
@@ -169,5 +168,30 @@ struct LayerPass {
     return !s.scale_inv && (how.grain != Grain::none || s.data->scalar_type() != how.type);
   }
 };
+
+template <class Device>
+LayerResults linear_forward(Tensor x, MaybeTensor x_scale_inv, MaybeTensor x_tensor_scale_inv,
+                            Tensor weight, MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv,
+                            MaybeTensor bias, MaybeTensor scale, MaybeTensor amax, int64_t recipe,
+                            int64_t choice, bool k_major, bool use_x_t, bool use_w_t,
+                            ScalarType out_type) {
+  LayerPass<Device> pass = {{choice}, {recipe, k_major}};
+  return pass.forward({x, x_scale_inv, x_tensor_scale_inv},
+                      {weight, w_scale_inv, w_tensor_scale_inv}, bias, scale, amax, use_x_t,
+                      use_w_t, out_type);
+}
+
+template <class Device>
+std::tuple<MaybeTensor, MaybeTensor, MaybeTensor> linear_backward(
+    Tensor g, MaybeTensor x, MaybeTensor x_scale_inv, MaybeTensor x_tensor_scale_inv, MaybeTensor w,
+    MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv, MaybeTensor main_grad,
+    MaybeTensor scale, MaybeTensor amax, MaybeTensor seed, int64_t recipe, int64_t choice,
+    bool k_major, ScalarType x_type, ScalarType w_type, std::optional<ScalarType> bias_type,
+    bool by_columns) {
+  LayerPass<Device> pass = {{choice}, {recipe, k_major}};
+  return pass.backward(g, {x, x_scale_inv, x_tensor_scale_inv},
+                       {w, w_scale_inv, w_tensor_scale_inv}, main_grad, scale, amax, seed, x_type,
+                       w_type, bias_type, by_columns);
+}
 
 }  // namespace mixprec

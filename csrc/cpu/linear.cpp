@@ -58,7 +58,9 @@ struct Sides {
   }
 };
 
-struct Cpu {
+struct CpuLayer {
+  int64_t choice;  // a CPU has one kernel
+
   CastOperand cast(const Tensor& t, const RoleCast& how, bool own_t, const Delayed* delayed,
                    const MaybeTensor& seed) const {
     if (how.grain == Grain::none) return {{torch::stable::to(t, how.type), {}, {}}, {}};
@@ -81,7 +83,7 @@ struct Cpu {
     return out;
   }
   Tensor multiply(const Read& a, const Read& b, ScalarType type, const MaybeTensor& bias,
-                  int /*product: a CPU has one kernel*/) const {
+                  int /*product*/) const {
     Sides s(a, b);
     return product(s.a, s.b, s.k, {s.a.matrix.rows, s.b.matrix.rows}, type, bias, kOp);
   }
@@ -119,32 +121,9 @@ struct Cpu {
 
 }  // namespace
 
-LayerResults linear_forward(Tensor x, MaybeTensor x_scale_inv, MaybeTensor x_tensor_scale_inv,
-                            Tensor weight, MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv,
-                            MaybeTensor bias, MaybeTensor scale, MaybeTensor amax, int64_t recipe,
-                            int64_t choice, bool k_major, bool use_x_t, bool use_w_t,
-                            ScalarType out_type) {
-  LayerPass<Cpu> pass = {{}, {recipe, k_major, choice}};
-  return pass.forward({x, x_scale_inv, x_tensor_scale_inv},
-                      {weight, w_scale_inv, w_tensor_scale_inv}, bias, scale, amax, use_x_t,
-                      use_w_t, out_type);
-}
-
-std::tuple<MaybeTensor, MaybeTensor, MaybeTensor> linear_backward(
-    Tensor g, MaybeTensor x, MaybeTensor x_scale_inv, MaybeTensor x_tensor_scale_inv, MaybeTensor w,
-    MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv, MaybeTensor main_grad,
-    MaybeTensor scale, MaybeTensor amax, MaybeTensor seed, int64_t recipe, int64_t choice,
-    bool k_major, ScalarType x_type, ScalarType w_type, std::optional<ScalarType> bias_type,
-    bool by_columns) {
-  LayerPass<Cpu> pass = {{}, {recipe, k_major, choice}};
-  return pass.backward(g, {x, x_scale_inv, x_tensor_scale_inv},
-                       {w, w_scale_inv, w_tensor_scale_inv}, main_grad, scale, amax, seed, x_type,
-                       w_type, bias_type, by_columns);
-}
-
 }  // namespace mixprec::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
-  m.impl("linear_forward", TORCH_BOX(&mixprec::cpu::linear_forward));
-  m.impl("linear_backward", TORCH_BOX(&mixprec::cpu::linear_backward));
+  m.impl("linear_forward", TORCH_BOX(&mixprec::linear_forward<mixprec::cpu::CpuLayer>));
+  m.impl("linear_backward", TORCH_BOX(&mixprec::linear_backward<mixprec::cpu::CpuLayer>));
 }

@@ -135,7 +135,7 @@ def _cast(
     scaled: torch.Tensor, role: str, recipe: Recipe, use_t: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x * scale [S, C], in FP32, as codes; and their transpose, in the layout of its GEMM."""
-    transpose = use_t and scaled.is_cuda  # see operands._wants_k_major
+    transpose = use_t and scaled.is_cuda  # see operands.wants_k_major
     one, dtype = scaled.new_ones(()), getattr(recipe, role).dtype
     data, data_t, *_ = quantize_op(scaled, dtype, one, transpose, "tensor", True)
     if not use_t:

@@ -16,6 +16,7 @@ from ..memory.running import keep_as_is, running
 from ..ops import linear_pass
 from ..ops._dispatch import simulation
 from ..ops.gemm import check_result
+from ..ops.linear_pass import Kernels
 from ..recipes import Recipe
 from . import _products, operands
 from ._derivatives import PLAIN, Tensors, is_plain_eager
@@ -24,19 +25,27 @@ from .operands import Matrix, Operand
 _NOTHING = (None, None, None)
 
 
-def is_possible(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
-) -> bool:
-    """Whether nothing has to see the casts and products of a layer, and the kernels have them."""
-    return (
+def kernels(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> Kernels | None:
+    """The kernels of a layer's passes, if nothing has to see its casts and products."""
+    if (
         recipe.code is not None
         and is_plain_eager(x, weight)
-        and (x.is_cpu and x.dim() > 1 and context.backend is None and linear_pass.IS_BUILT)
+        and x.dim() > 1
+        and context.backend is None
         and not context.twice_differentiable
         and (bias is None or (type(bias) in PLAIN and bias.dtype != torch.float64))
         and not _products.is_observed()
         and not (torch._C._len_torch_function_stack() and simulation.current())
-    )
+    ):
+        k_major = not x.is_cpu and operands.wants_k_major(x.device, "tensor")
+        return linear_pass.kernels(x, weight, bias, recipe, out_dtype, k_major)
+    return None
 
 
 def linear(
@@ -47,11 +56,12 @@ def linear(
     recipe: Recipe,
     out_dtype: torch.dtype,
     grad_enabled: bool,
+    its: Kernels,
     gradients: Callable[[Any, torch.Tensor], Tensors],
 ) -> torch.Tensor:
-    """x @ weight^T + bias, where `is_possible`. gradients: those of x, weight and bias where they
-    are not, in the backward pass; they read the ctx of `_linear`."""
-    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, gradients
+    """x @ weight^T + bias, with `kernels`. gradients: those of x, weight and bias op by op, for a
+    backward pass that is to be seen; they read the ctx of `_linear`."""
+    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, gradients
     if not context.hooks:
         return _apply(*args)
     with running("linear", x, weight, bias):
@@ -69,6 +79,7 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         out_dtype: torch.dtype,
         grad_enabled: bool,
+        its: Kernels,
         gradients: Callable[[Any, torch.Tensor], Tensors],
     ) -> torch.Tensor:
         _, delayed, qw, _, _ = product
@@ -80,12 +91,17 @@ class _Linear(torch.autograd.Function):
         if recipe.is_delayed and delayed is not None:
             scale, amax = delayed.scale, delayed.amax if grad_enabled else None
         rows = x if x.dim() == 2 else x.flatten(0, -2)
+        args = (
+            *((rows, None, None) if qx is None else qx.matrix),
+            *((weight, None, None) if qw is None else qw.matrix),
+            *(bias, scale, amax, recipe.code, its.choice, its.k_major, use_x_t, use_w_t, out_dtype),
+        )
+        forward = linear_pass.linear_forward
         try:
-            y, *made = linear_pass.linear_forward(
-                *((rows, None, None) if qx is None else qx.matrix),
-                *((weight, None, None) if qw is None else qw.matrix),
-                bias, scale, amax, recipe.code, 0, False, use_x_t, use_w_t, out_dtype,
-            )  # fmt: skip
+            if x.is_cpu:
+                y, *made = forward(*args)
+            else:
+                y, *made = linear_pass.run_on_gpu(forward, its, recipe, *args)
         except RuntimeError:
             check_result(bias, out_dtype, weight.shape[0], x)  # which says what is wrong
             raise
@@ -106,7 +122,8 @@ class _Linear(torch.autograd.Function):
             own_t[i] = of_t[3] is not None if given is None else given.own_t is not None
             matrix = of_t[3:] if own_t[i] else of_t[:3] if of_t[0] is not None else (t, None, None)
             saved[3 * i : 3 * i + 3] = matrix if given is None else given.for_backward
-        ctx.recipe, ctx.product, ctx.own_t, ctx.gradients = recipe, product, own_t, gradients
+        ctx.recipe, ctx.product, ctx.its, ctx.own_t = recipe, product, its, own_t
+        ctx.gradients = gradients
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.by_columns = weight.stride(0) == 1 and weight.stride(1) > 1
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -121,9 +138,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @nor_below
     def backward(ctx: Any, g: torch.Tensor) -> Tensors:
-        recipe, (main_grad, delayed, *_) = ctx.recipe, ctx.product
-        if torch.is_grad_enabled() or not is_plain_eager(g) or context.backend:
-            return *ctx.gradients(_OpByOp(ctx), g), *[None] * 5
+        recipe, its, (main_grad, delayed, *_) = ctx.recipe, ctx.its, ctx.product
+        seen = torch.is_grad_enabled() or not is_plain_eager(g) or context.backend
+        if seen or (main_grad is not None and not its.accumulates):
+            return *ctx.gradients(_OpByOp(ctx), g), *[None] * 6
         x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv = ctx.saved_tensors
         need_bias = ctx.needs_input_grad[2]
         rows = g if g.dim() == 2 else g.flatten(0, -2)
@@ -132,12 +150,18 @@ class _Linear(torch.autograd.Function):
             scale, amax = delayed.scale, delayed.grad_amax
         if recipe.is_random and (x is not None or w is not None):
             seed = operands.seed_of(g.device)
-        bias_dtype = ctx.bias_dtype if need_bias and g.dtype.itemsize == 2 else None
+        bias_dtype = ctx.bias_dtype if need_bias and g.is_cpu and g.dtype.itemsize == 2 else None
         by_columns = ctx.by_columns and recipe.power_of_two_scale and not recipe.is_block
-        grad_x, grad_w, grad_b = linear_pass.linear_backward(
-            rows, x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv, main_grad, scale, amax, seed,
-            recipe.code, 0, False, ctx.x_dtype, ctx.w_dtype, bias_dtype, by_columns,
-        )  # fmt: skip
+        args = (
+            *(rows, x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv, main_grad, scale, amax, seed),
+            *(recipe.code, its.choice, its.k_major, ctx.x_dtype, ctx.w_dtype),
+            *(bias_dtype, by_columns),
+        )
+        backward = linear_pass.linear_backward
+        if g.is_cpu:
+            grad_x, grad_w, grad_b = backward(*args)
+        else:
+            grad_x, grad_w, grad_b = linear_pass.run_on_gpu(backward, its, recipe, *args)
         written = [t for t in (main_grad if x is not None else None, amax) if t is not None]
         if written:
             torch.autograd.graph.increment_version(written)
@@ -145,7 +169,7 @@ class _Linear(torch.autograd.Function):
             grad_b = _products.grad_bias(g, ctx.bias_dtype)
         if grad_x is not None and g.dim() != 2:
             grad_x = grad_x.view(ctx.x_shape)
-        return grad_x, grad_w, grad_b, None, None, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None, None, None
 
 
 # Of autograd itself: that of torch.autograd.Function looks for transforms, which there are not.

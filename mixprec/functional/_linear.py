@@ -161,9 +161,9 @@ def run_linear(
     """`linear`, for arguments that have been checked."""
     clip = recipe.clip_activations and clips(recipe, out_dtype)
     dtype, grad_enabled = torch.float32 if clip else out_dtype, torch.is_grad_enabled()
-    if _in_one_call.is_possible(x, weight, bias, recipe):
+    if (its := _in_one_call.kernels(x, weight, bias, recipe, dtype)) is not None:
         args = x, weight, bias, product, recipe, dtype, grad_enabled
-        y = _in_one_call.linear(*args, gradients)
+        y = _in_one_call.linear(*args, its, gradients)
     else:
         y = apply(
             *("linear", _Linear, x, weight, bias, product, recipe, dtype, grad_enabled),

@@ -161,7 +161,7 @@ class OperandCast(NamedTuple):
         scaled = delayed is not None and recipe.is_delayed and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
         transpose = use_t and (
-            granularity in _SEPARATE_TRANSPOSE_SCALES or _wants_k_major(device, granularity)
+            granularity in _SEPARATE_TRANSPOSE_SCALES or wants_k_major(device, granularity)
         )
         how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
         return OperandCast(role, recipe, use_t, how)
@@ -229,7 +229,7 @@ def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
     return use_t and recipe.hadamard and role in ("x", "g")
 
 
-def _wants_k_major(device: torch.device, granularity: str) -> bool:
+def wants_k_major(device: torch.device, granularity: str) -> bool:
     """Whether the FP8 GEMM requires operands with K contiguous in memory.
 
     FP8 tensor cores before Blackwell do, and K is another dimension in the backward GEMMs than in

@@ -118,7 +118,7 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
         return [y, *torch.autograd.grad(y, (x, w), small_integers((2, 3, 5), y.dtype, seed=2))]
 
     strided = run()
-    monkeypatch.setattr(operands, "_wants_k_major", lambda *_: True)
+    monkeypatch.setattr(operands, "wants_k_major", lambda *_: True)
     monkeypatch.setattr(_products, "gemm", gemm)
     with mixprec.use_backend("cpp"):  # op by op
         assert_same_lists(run(), strided)
@@ -132,11 +132,11 @@ def test_blackwell_needs_no_transposed_copy_with_scales_of_tensors(
     gpu = torch.device("cuda")
     for capability in ((9, 0), (10, 0), (12, 0), None):
         monkeypatch.setattr(operands, "capability", lambda _, found=capability: found)
-        assert operands._wants_k_major(gpu, "block128x128")
-        assert operands._wants_k_major(gpu, "tensor") is (capability != (10, 0))
-        assert not operands._wants_k_major(torch.device("cpu"), "tensor")
+        assert operands.wants_k_major(gpu, "block128x128")
+        assert operands.wants_k_major(gpu, "tensor") is (capability != (10, 0))
+        assert not operands.wants_k_major(torch.device("cpu"), "tensor")
         with mixprec.use_backend("triton"):
-            assert operands._wants_k_major(gpu, "tensor")
+            assert operands.wants_k_major(gpu, "tensor")
 
 
 def noise(role: str, recipe: Recipe) -> float:

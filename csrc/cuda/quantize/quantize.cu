@@ -1,5 +1,6 @@
 // amax, quantize and dequantize on CUDA tensors.
 #include "cuda/quantize/amax.cuh"
+#include "cuda/quantize/cast.h"
 #include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize/quantize.cuh"
 #include "cuda/quantize/results.h"
@@ -64,6 +65,43 @@ Tensor dequantize_op(Tensor data, Tensor scale_inv, ScalarType type) {
 }
 
 }  // namespace
+
+LayerCast cast_for_layer(Tensor x, const Cast& cast) {
+  const char* op = "linear";
+  Dtype from = float_dtype(x, "linear: x"), to = check_cast(cast, x, op);
+  Granularity granularity = granularity_of(cast.granularity, op);
+  const float* given = scalar_on(cast.scale, x, op, "scale");
+  OnDevice device(x);
+  x = row_major(x);
+  auto [rows, cols] = as_matrix(x);
+  LayerCast out = {empty_on(x, {rows, cols}, cast.type), {}, x, {}, x};
+  if (cast.transpose) out.data_t = empty_on(x, {cols, rows}, cast.type);
+  bool by_tensor = granularity == Granularity::tensor;
+  if (!by_tensor) {
+    out.scale_inv = scales_on(x, granularity, rows, cols);
+    if (cast.transpose) out.scale_inv_t = scales_on(x, granularity, cols, rows);
+  }
+  auto pointer = [](MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; };
+  Quantize args = args_of(x, cast, to, granularity, given, out.data.mutable_data_ptr(),
+                          pointer(out.data_t), by_tensor ? nullptr : fp32_of(out.scale_inv),
+                          static_cast<float*>(pointer(out.scale_inv_t)), nullptr);
+  // The scale of the tensor, the amax, and the scratch memory, whose first word has 8 bytes.
+  Tensor small = empty_on(x, {2 + scratch_words(args, device)}, ScalarType::Float);
+  if (by_tensor) {
+    args.scale_inv = fp32_of(small);
+    out.scale_inv = torch::stable::select(small, 0, 0);
+  }
+  args.amax = fp32_of(small) + 1;
+  out.amax = torch::stable::select(small, 0, 1);
+  args.scratch = reinterpret_cast<uint32_t*>(fp32_of(small) + 2);
+  check_launch(with_float(from,
+                          [&]<class X>(Type<X>) {
+                            Plain<X> source = {static_cast<const X*>(x.const_data_ptr())};
+                            return quantize_from(source, {{args}}, device);
+                          }),
+               op);
+  return out;
+}
 
 }  // namespace mixprec::cuda
 

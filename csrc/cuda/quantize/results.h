@@ -64,6 +64,17 @@ struct CastOnDevice {
   Quantize args;
 };
 
+// The arguments of the kernels, but for the scratch memory.
+inline Quantize args_of(const Tensor& x, const Cast& cast, Dtype to, Granularity granularity,
+                        const float* given, void* data, void* data_t, float* scale_inv,
+                        float* scale_inv_t, float* amax) {
+  auto [rows, cols] = as_matrix(x);
+  return {to,     granularity, data,           data_t,
+          rows,   cols,        cast.transpose, cast.power_of_two_scale,
+          given,  scale_inv,   scale_inv_t,    amax,
+          nullptr};
+}
+
 // Of x's shape, on x's device. May be called before x has its values.
 inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast, const Gpu& gpu) {
   Dtype to = check_cast(cast, x, op);
@@ -79,19 +90,9 @@ inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast,
   Tensor scale_inv_t = transpose && !by_tensor ? scales_on(x, granularity, cols, rows)
                                                : empty_on(x, {0}, scale_inv.scalar_type());
   Tensor largest = empty_on(x, {}, ScalarType::Float);
-  Quantize args = {to,
-                   granularity,
-                   data.mutable_data_ptr(),
-                   data_t.mutable_data_ptr(),
-                   rows,
-                   cols,
-                   transpose,
-                   cast.power_of_two_scale,
-                   given,
-                   fp32_of(scale_inv),
-                   fp32_of(scale_inv_t),
-                   fp32_of(largest),
-                   nullptr};
+  Quantize args =
+      args_of(x, cast, to, granularity, given, data.mutable_data_ptr(), data_t.mutable_data_ptr(),
+              fp32_of(scale_inv), fp32_of(scale_inv_t), fp32_of(largest));
   Tensor scratch = words_on(x, scratch_words(args, gpu));
   args.scratch = words_of(scratch);
   return {{data, data_t, scale_inv, scale_inv_t, largest}, scratch, args};

@@ -50,7 +50,7 @@ def _scaled_why_not(
     n = b.shape[1]
     if m == 0 or n == 0 or k == 0 or n % 16 or k % 16:
         return f"torch._scaled_mm needs K and N that are multiples of 16, got K = {k}, N = {n}"
-    kind = _granularity(a_scale_inv, b_scale_inv, m, n)
+    kind = granularity(a_scale_inv, b_scale_inv, m, n)
     # The tensor cores of Blackwell read both in either order; torch's product by rows does not.
     either = capability is not None and capability[0] == 10 and kind == "tensor"
     if not (_in_lines(a, either) and _in_lines(b.t(), either)):
@@ -79,7 +79,7 @@ def _scaled_why_not(
     return None
 
 
-def _granularity(
+def granularity(
     a_scale_inv: torch.Tensor | None, b_scale_inv: torch.Tensor | None, m: int, n: int
 ) -> str:
     """Of FP8 scales: "tensor", "row", "blocks" or "mixed"."""
@@ -105,11 +105,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sum_in_fp32(run: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """run(*args) with all settings off that let torch.mm accumulate in less than FP32."""
+def sum_in_fp32(dtype: torch.dtype, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """run(*args), which multiplies operands of `dtype`, with all settings off that let torch.mm
+    accumulate in less than FP32."""
     matmul = torch.backends.cuda.matmul
     with _flags:
-        loose = [flag for flag in _LOOSE[args[-1].dtype] if getattr(matmul, flag)]
+        loose = [flag for flag in _LOOSE[dtype] if getattr(matmul, flag)]
         try:
             for flag in loose:
                 setattr(matmul, flag, False)
@@ -129,7 +130,7 @@ def gemm_vendor(
     fast_accum: bool,
 ) -> torch.Tensor:
     if a.dtype in checks.FP8:
-        kind = _granularity(a_scale_inv, b_scale_inv, a.shape[0], b.shape[1])
+        kind = granularity(a_scale_inv, b_scale_inv, a.shape[0], b.shape[1])
         a, b = scaled_mm.aligned(a), scaled_mm.aligned(b.t()).t()
         if kind == "blocks":
             operands = a, b, a_scale_inv, b_scale_inv
@@ -144,10 +145,10 @@ def gemm_vendor(
             use_fast_accum=fast_accum,
         )
     if bias is not None:
-        return _sum_in_fp32(torch.addmm, bias, a, b)
+        return sum_in_fp32(a.dtype, torch.addmm, bias, a, b)
     if out_dtype == a.dtype:
-        return _sum_in_fp32(torch.mm, a, b)
-    return _sum_in_fp32(torch.mm, a, b, out_dtype=out_dtype)
+        return sum_in_fp32(a.dtype, torch.mm, a, b)
+    return sum_in_fp32(a.dtype, torch.mm, a, b, out_dtype=out_dtype)
 
 
 def _scale(t: torch.Tensor | None, a: torch.Tensor, kind: str) -> torch.Tensor:
@@ -166,7 +167,7 @@ def gemm_accumulate_vendor_(
     if a.dtype in checks.FP8:
         acc.add_(gemm_vendor(a, b, a_scale_inv, b_scale_inv, None, torch.float32, False))
     else:  # in one pass over acc
-        _sum_in_fp32(torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)
+        sum_in_fp32(a.dtype, torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)
 
 
 _MOST_GROUPS = 1023  # a thread of one block prepares each

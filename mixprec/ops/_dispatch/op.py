@@ -175,6 +175,10 @@ class Op:
 
         return undisturbed
 
+    def is_vendor(self, run: Function) -> bool:
+        """Whether this function, of `choose`, is the equivalent in torch."""
+        return self._vendor is not None and run in (self._vendor, self.handle("vendor"))
+
     def checked_vendor(self, *args: Any) -> Any:
         """The implementation of `mixprec::name_vendor`."""
         assert self._vendor is not None
