@@ -12,12 +12,13 @@ from ..memory.running import keep_as_is, saved_as
 from ..ops._dispatch import simulation
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
+from ..ops.linear_pass import Kernels
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ..recipes import Recipe
-from . import operands
+from . import _in_one_call, operands
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 from ._products import Gemms, Product, WeightLike, grad_bias
-from .operands import NOTHING, Matrix, Operand, OperandCast
+from .operands import NOTHING, Matrix, Operand, OperandCast, transposed
 
 
 class Norm(NamedTuple):
@@ -51,18 +52,19 @@ class Fused(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad_enabled: bool,
         simulated: str | None,
+        its: Kernels | None,
         *weights_and_biases: Any,
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
         gemms = ctx.gemms = [Gemms(recipe, p.name, simulated) for p in products]
-        ctx.backend = context.backend
+        ctx.backend, ctx.its = context.backend, its
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.like_w = [WeightLike.of(w) for w in weights]
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         # Of x, the residual or the norm; of each weight; of each bias.
         needs = ctx.needs_input_grad
-        need_x, need_w, need_bias = any(needs[:4]), needs[12::2], needs[13::2]
+        need_x, need_w, need_bias = any(needs[:4]), needs[13::2], needs[14::2]
         first = products[:-1] if act else products
         need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
         ctx.needs = need_x, need_w, need_bias, need_h
@@ -73,17 +75,24 @@ class Fused(torch.autograd.Function):
             x, residual, norm_weight, norm_bias, norm, recipe, first,
             any(need_w[: len(first)]) and grad_enabled, grad_enabled,
         )  # fmt: skip
-        qw = [
-            p.quantized_weight
-            or operands.cast(
-                w, "w", recipe, p.delayed, use_t=grad_enabled and t, record=grad_enabled
-            )
-            for p, w, t in zip(products, weights, passes, strict=True)
-        ]
-        dtype = low if act else out_dtype
-        outputs = [
-            gemms[i].forward(qx.matrix, qw[i].matrix, biases[i], dtype) for i in range(len(first))
-        ]
+        qw: list[Operand] = []
+
+        def multiply(x: Operand, dtype: torch.dtype) -> torch.Tensor:
+            """By the next weight."""
+            i = len(qw)
+            kept, use_t = products[i].quantized_weight, grad_enabled and passes[i]
+            if its is not None:
+                args = x.matrix, weights[i], its, kept, biases[i], recipe, dtype, use_t
+                y, w = _in_one_call.product(*args)
+            else:
+                w = kept or operands.cast(
+                    weights[i], "w", recipe, None, use_t=use_t, record=grad_enabled
+                )
+                y = gemms[i].forward(x.matrix, w.matrix, biases[i], dtype)
+            qw.append(w)
+            return y
+
+        outputs = [multiply(qx, low if act else out_dtype) for _ in first]
         qa, hidden = None, []
         if act:
             hidden = outputs
@@ -92,15 +101,16 @@ class Fused(torch.autograd.Function):
             how = OperandCast.make("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
             results = act_quantize_op(hidden[0], up, act, *how.cast)
             qa = how.operand(results, last.delayed if grad_enabled else None)
-            outputs = [gemms[-1].forward(qa.matrix, qw[-1].matrix, biases[-1], out_dtype)]
+            outputs = [multiply(qa, out_dtype)]
 
-        saved_x = qx.matrix_t if any(need_w[: len(first)]) else NOTHING
-        saved_a = qa.matrix_t if qa and need_w[-1] else NOTHING
+        saved_x = qx.for_backward if any(need_w[: len(first)]) else NOTHING
+        saved_a = qa.for_backward if qa and need_w[-1] else NOTHING
         saved_w = [
             t
             for w, passed in zip(qw, passes, strict=True)
-            for t in (w.matrix_t if passed else NOTHING)
+            for t in (w.for_backward if passed else NOTHING)
         ]
+        ctx.own_t = [q is not None and q.own_t is not None for q in (qx, qa, *qw)]
         keep_as_is(*saved_x[1:], *saved_a[1:], mean, rstd, *saved_w)
         saved_as("normalized", total if norm else None)
         saved_as("gate" if len(hidden) == 2 else "hidden", *hidden[:1])
@@ -126,7 +136,8 @@ class Fused(torch.autograd.Function):
         recipe, products, gemms, act = ctx.recipe, ctx.products, ctx.gemms, ctx.act
         need_x, need_w, need_bias, need_h = ctx.needs
         n = 10 + 3 * len(products)
-        x_t, a_t, *weights = (Matrix(*saved[i : i + 3]) for i in range(4, n, 3))
+        kept = [Matrix(*saved[i : i + 3]) for i in range(4, n, 3)]
+        x_t, a_t, *weights = map(transposed, kept, ctx.own_t)
         hidden = saved[n:]
         first = products[:-1] if act else products
         g_total = grads[-1] if len(grads) > (1 if act else len(products)) else None
@@ -135,8 +146,17 @@ class Fused(torch.autograd.Function):
         qgs: list[Operand | None] = []
         if act:
             g, last = grads[0], products[-1]
+            may_be_one = ctx.its is not None and g is not None
             if g is None:
                 qgs = [None] * len(first)
+            elif may_be_one and need_h and _in_one_call.may_run(ctx.its, g, last.main_grad):
+                like = ctx.like_w[-1]
+                g_a, *grad_wb[-2:] = _in_one_call.gradients(
+                    g, kept[1], kept[-1], last, recipe, ctx.its, ctx.low, like.dtype,
+                    ctx.bias_dtypes[-1] if need_bias[-1] else None, like.by_columns,
+                )  # fmt: skip
+                assert g_a is not None, "need_h"
+                qgs = _before_activation(ctx, g_a, hidden, first, grad_wb)
             else:
                 qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
                 if need_w[-1]:
@@ -147,10 +167,7 @@ class Fused(torch.autograd.Function):
                     grad_wb[-1] = grad_bias(g, ctx.bias_dtypes[-1])
                 if need_h:
                     g_a = gemms[-1].grad_input(qg.matrix, weights[-1], ctx.low)
-                    qgs, plain = _through_activation(ctx, g_a, hidden, first)
-                    for i, grad_h in enumerate(plain):
-                        if need_bias[i]:
-                            grad_wb[2 * i + 1] = grad_bias(grad_h, ctx.bias_dtypes[i])
+                    qgs = _before_activation(ctx, g_a, hidden, first, grad_wb)
         else:
             for i, (p, g) in enumerate(zip(first, grads, strict=False)):
                 if g is None or not (need_x or need_w[i]):
@@ -174,7 +191,7 @@ class Fused(torch.autograd.Function):
             ]
             dx, dw, db = _grad_of_x(ctx, sources, saved[:4], g_total)
         residual = dx if ctx.needs_input_grad[1] else None
-        return (dx, residual, dw, db, *[None] * 8, *grad_wb)
+        return (dx, residual, dw, db, *[None] * 9, *grad_wb)
 
 
 def _operand_of_x(
@@ -208,6 +225,21 @@ def _operand_of_x(
         if state is not None and states[0] is not None:
             state.amax.copy_(torch.maximum(state.amax, states[0].amax))
     return qx, total, mean, rstd
+
+
+def _before_activation(
+    ctx: Any,
+    g: torch.Tensor,
+    hidden: Sequence[torch.Tensor],
+    first: Sequence[Product],
+    grad_wb: list[torch.Tensor | None],
+) -> list[Operand | None]:
+    """`_through_activation`, and the gradients of the biases."""
+    qgs, plain = _through_activation(ctx, g, hidden, first)
+    for i, grad_h in enumerate(plain):
+        if ctx.needs[2][i]:
+            grad_wb[2 * i + 1] = grad_bias(grad_h, ctx.bias_dtypes[i])
+    return qgs
 
 
 def _through_activation(
@@ -278,6 +310,10 @@ def run_fused(
     act: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`Fused`, for arguments that have been checked."""
+    its, pairs = None, zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)
+    if x.is_cpu:  # where one answer is that of all products
+        each = [_in_one_call.kernels(x, w, b, recipe, out_dtype) for w, b in pairs if w is not None]
+        its = None if None in each else each[0]
     results: Any = apply(
         op,
         Fused,
@@ -293,6 +329,7 @@ def run_fused(
         out_dtype,
         torch.is_grad_enabled(),
         simulation.current(),
+        its,
         *weights_and_biases,
     )
     return tuple(results)

@@ -48,6 +48,12 @@ def kernels(
     return None
 
 
+def may_run(its: Kernels, g: torch.Tensor, main_grad: torch.Tensor | None) -> bool:
+    """Whether the backward pass may be one call, of a layer whose forward pass was."""
+    can_add = main_grad is None or its.accumulates
+    return can_add and is_plain_eager(g) and context.backend is None
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -57,11 +63,11 @@ def linear(
     out_dtype: torch.dtype,
     grad_enabled: bool,
     its: Kernels,
-    gradients: Callable[[Any, torch.Tensor], Tensors],
+    op_by_op: Callable[[Any, torch.Tensor], Tensors],
 ) -> torch.Tensor:
-    """x @ weight^T + bias, with `kernels`. gradients: those of x, weight and bias op by op, for a
-    backward pass that is to be seen; they read the ctx of `_linear`."""
-    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, gradients
+    """x @ weight^T + bias, with `kernels`. op_by_op: the gradients of x, weight and bias in a
+    backward pass that is to be seen, from the ctx of `_linear`."""
+    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, op_by_op
     if not context.hooks:
         return _apply(*args)
     with running("linear", x, weight, bias):
@@ -80,7 +86,7 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad_enabled: bool,
         its: Kernels,
-        gradients: Callable[[Any, torch.Tensor], Tensors],
+        op_by_op: Callable[[Any, torch.Tensor], Tensors],
     ) -> torch.Tensor:
         _, delayed, qw, _, _ = product
         need_x, need_w = ctx.needs_input_grad[:2]
@@ -108,8 +114,7 @@ class _Linear(torch.autograd.Function):
         if amax is not None:
             torch.autograd.graph.increment_version(amax)
         if keep is not None and qx is None:
-            matrix, own_t = made[:3] if made[0] is not None else (rows, None, None), made[3:6]
-            qx = Operand(Matrix(*matrix), None if own_t[0] is None else Matrix(*own_t))
+            qx = _operand(rows, made[:6])
             keep(qx)
         # What the products of the backward pass read: of a cast that is given, or was made (nothing
         # was made of a tensor that has its dtype), and of its transpose, where that has own scales.
@@ -123,7 +128,7 @@ class _Linear(torch.autograd.Function):
             matrix = of_t[3:] if own_t[i] else of_t[:3] if of_t[0] is not None else (t, None, None)
             saved[3 * i : 3 * i + 3] = matrix if given is None else given.for_backward
         ctx.recipe, ctx.product, ctx.its, ctx.own_t = recipe, product, its, own_t
-        ctx.gradients = gradients
+        ctx.op_by_op = op_by_op
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.by_columns = weight.stride(0) == 1 and weight.stride(1) > 1
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -138,38 +143,82 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @nor_below
     def backward(ctx: Any, g: torch.Tensor) -> Tensors:
-        recipe, its, (main_grad, delayed, *_) = ctx.recipe, ctx.its, ctx.product
-        seen = torch.is_grad_enabled() or not is_plain_eager(g) or context.backend
-        if seen or (main_grad is not None and not its.accumulates):
-            return *ctx.gradients(_OpByOp(ctx), g), *[None] * 6
-        x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv = ctx.saved_tensors
-        need_bias = ctx.needs_input_grad[2]
-        rows = g if g.dim() == 2 else g.flatten(0, -2)
-        scale = amax = seed = None
-        if recipe.is_delayed and delayed is not None:
-            scale, amax = delayed.scale, delayed.grad_amax
-        if recipe.is_random and (x is not None or w is not None):
-            seed = operands.seed_of(g.device)
-        bias_dtype = ctx.bias_dtype if need_bias and g.is_cpu and g.dtype.itemsize == 2 else None
-        by_columns = ctx.by_columns and recipe.power_of_two_scale and not recipe.is_block
-        args = (
-            *(rows, x, x_inv, x_tensor_inv, w, w_inv, w_tensor_inv, main_grad, scale, amax, seed),
-            *(recipe.code, its.choice, its.k_major, ctx.x_dtype, ctx.w_dtype),
-            *(bias_dtype, by_columns),
-        )
-        backward = linear_pass.linear_backward
-        if g.is_cpu:
-            grad_x, grad_w, grad_b = backward(*args)
-        else:
-            grad_x, grad_w, grad_b = linear_pass.run_on_gpu(backward, its, recipe, *args)
-        written = [t for t in (main_grad if x is not None else None, amax) if t is not None]
-        if written:
-            torch.autograd.graph.increment_version(written)
-        if need_bias and bias_dtype is None:
-            grad_b = _products.grad_bias(g, ctx.bias_dtype)
+        its, product = ctx.its, ctx.product
+        if torch.is_grad_enabled() or not may_run(its, g, product.main_grad):
+            return *ctx.op_by_op(_OpByOp(ctx), g), *[None] * 6
+        saved = ctx.saved_tensors
+        grads = gradients(
+            g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
+            ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
+        )  # fmt: skip
+        grad_x = grads[0]
         if grad_x is not None and g.dim() != 2:
             grad_x = grad_x.view(ctx.x_shape)
-        return grad_x, grad_w, grad_b, None, None, None, None, None, None
+        return grad_x, *grads[1:], None, None, None, None, None, None
+
+
+def gradients(
+    g: torch.Tensor,
+    x: Any,
+    w: Any,
+    product: _products.Product,
+    recipe: Recipe,
+    its: Kernels,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    by_columns: bool,
+) -> Tensors:
+    """Those of x [M, K], weight and bias, from what was saved of x and of weight: three times None
+    for one whose operand is not needed. bias_dtype: None without a bias that needs one."""
+    delayed, main_grad = product.delayed, product.main_grad
+    rows = g if g.dim() == 2 else g.flatten(0, -2)
+    scale = amax = seed = None
+    if recipe.is_delayed and delayed is not None:
+        scale, amax = delayed.scale, delayed.grad_amax
+    if recipe.is_random and (x[0] is not None or w[0] is not None):
+        seed = operands.seed_of(g.device)
+    in_call = bias_dtype if g.is_cpu and g.dtype.itemsize == 2 else None
+    by_columns = by_columns and recipe.power_of_two_scale and not recipe.is_block
+    args = (
+        *(rows, *x, *w, main_grad, scale, amax, seed, recipe.code, its.choice, its.k_major),
+        *(x_dtype, w_dtype, in_call, by_columns),
+    )
+    backward = linear_pass.linear_backward
+    if g.is_cpu:
+        grad_x, grad_w, grad_b = backward(*args)
+    else:
+        grad_x, grad_w, grad_b = linear_pass.run_on_gpu(backward, its, recipe, *args)
+    written = [t for t in (None if x[0] is None else main_grad, amax) if t is not None]
+    if written:
+        torch.autograd.graph.increment_version(written)
+    if bias_dtype is not None and in_call is None:
+        grad_b = _products.grad_bias(g, bias_dtype)
+    return grad_x, grad_w, grad_b
+
+
+def product(
+    x: Matrix,
+    weight: torch.Tensor,
+    its: Kernels,
+    kept: Operand | None,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    use_w_t: bool,
+) -> tuple[torch.Tensor, Operand]:
+    """x @ weight^T + bias of an x that is cast, and the operand of weight: `kept`, or made here."""
+    w = (weight, None, None) if kept is None else kept.matrix
+    y, *made = linear_pass.linear_forward(
+        *x, *w, bias, None, None, recipe.code, its.choice, its.k_major, False, use_w_t, out_dtype
+    )
+    return y, kept or _operand(weight, made[6:])
+
+
+def _operand(x: torch.Tensor, made: list[Any]) -> Operand:
+    """What linear_forward made of x: nothing of a tensor that has its dtype."""
+    matrix = Matrix(x) if made[0] is None else Matrix(*made[:3])
+    return Operand(matrix, None if made[3] is None else Matrix(*made[3:]))
 
 
 # Of autograd itself: that of torch.autograd.Function looks for transforms, which there are not.
