@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ import mixprec
 from mixprec.ops import grad_stats_
 
 from .. import device, verify
-from .registry import Workload, at_most, case
+from .registry import Workload, at_most, case, times_the_time
 
 # What a call needs, and the value that its result or a tensor that it writes then has: 1.
 Call = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
@@ -68,6 +70,40 @@ for _name in _OPS:
     if _name != "gemm_accumulate_":
         _make, _what = partial(_workload, True, _name), f"Python's time for {_what}"
         case(f"cuda/overhead/{_name}", f"{_what}, less torch.matmul's", _GPU, _make, quick=True)
+
+
+def _layer(recipe: str) -> Workload:
+    """A linear layer, [8, 32] -> 32, forward and backward, against one of torch in autocast."""
+    torch.manual_seed(0)
+    x, g = torch.randn(8, 32).bfloat16().requires_grad_(), torch.randn(8, 32).bfloat16()
+    theirs = torch.nn.Linear(32, 32)
+    mine = mixprec.convert(torch.nn.Sequential(copy.deepcopy(theirs)), recipe)
+    mixprec.cast_parameters(mine, torch.bfloat16)
+
+    def run(layer: torch.nn.Module, enabled: bool) -> list[torch.Tensor]:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled) if enabled else nullcontext():
+            y = layer(x)
+        y.backward(g)
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    def op_by_op() -> list[torch.Tensor]:
+        with mixprec.use_backend("cpp"):
+            return run(mine, False)
+
+    def check() -> str | None:
+        both = zip(run(mine, False), op_by_op(), strict=True)
+        return verify.first(*(verify.equal(f"result {i}", *pair) for i, pair in enumerate(both)))
+
+    ours, baseline = partial(run, mine, False), partial(run, theirs, True)
+    return Workload(ours, {"torch.autocast": baseline}, check)
+
+
+for _recipe, _most in {"bf16": 0.6, "fp8": 0.75, "fp8-delayed": 0.8, "mxfp8": 1.0}.items():
+    _what = f"a layer [8, 32] -> 32 in {_recipe}, forward and backward"
+    _make = partial(_layer, _recipe)
+    case(f"overhead/layer/{_recipe}", _what, times_the_time(_most), _make, quick=True)
 
 
 def _import() -> float:

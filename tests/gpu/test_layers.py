@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
 from cases import nearest
 from on_gpu import FAKE_DEVICE, assert_bits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mixprec
+from mixprec.ops import linear_pass
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
@@ -76,6 +81,50 @@ def test_random_numbers_are_those_of_the_cpu_but_for_the_order_of_sums(
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert mine.dtype == theirs.dtype
         assert sqnr(theirs, mine) >= 45, f"tensor {i}"
+
+
+class Seen(TorchDispatchMode):
+    """Something that is to see each op."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"]
+)
+def test_a_pass_in_one_call_is_that_op_by_op(
+    recipe: str, main_grad: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, results = [], []
+    for name in ("linear_forward", "linear_backward"):
+        op = Mock(wraps=getattr(linear_pass, name))
+        op.side_effect = lambda *_, name=name: [DEFAULT, passes.append(name)][0]
+        monkeypatch.setattr(linear_pass, name, op)
+    for mode in (nullcontext(), Seen()):
+        generator = torch.Generator().manual_seed(0)
+        layer = mixprec.nn.Linear(64, 48, recipe=recipe, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        layer, found = layer.to(device), []
+        if main_grad:
+            layer.weight.main_grad = torch.ones(48, 64, device=device)
+        for _ in range(2):
+            x = torch.randn(2, 8, 64, generator=generator).to(device, torch.bfloat16)
+            x.requires_grad_()
+            with mode:
+                y = layer(x)
+                y.backward(torch.randn(y.shape, generator=generator).to(y))
+            found += [y.detach(), x.grad, *layer.buffers()]
+            mixprec.update_scales(layer)
+        grads = [layer.weight.grad, layer.bias.grad, getattr(layer.weight, "main_grad", None)]
+        results.append([*found, *(g for g in grads if g is not None)])
+    assert_bits(*([t.cpu() for t in each] for each in results))
+    # Torch's products add to main_grad in a call of their own.
+    assert passes.count("linear_forward") == 2
+    assert passes.count("linear_backward") == 2 or main_grad
 
 
 class Net(nn.Module):
