@@ -81,7 +81,8 @@ def kernels(
         return _CPU
     if not x.is_cuda or not _HAS_CUDA or recipe.is_block:
         return None
-    m, by_columns = x.numel() // max(1, x.shape[-1]), weight.stride(0) == 1 < weight.stride(1)
+    m = x.numel() // max(1, x.shape[-1])
+    by_columns = weight.stride(0) == 1 < weight.stride(1) and recipe.power_of_two_scale
     key = (
         *(m, *weight.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype),
         *(out_dtype, recipe.code, recipe.fast_accum, by_columns, k_major, x.device.index),

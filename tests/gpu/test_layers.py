@@ -91,9 +91,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize(
-    "recipe", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"]
-)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not RECIPES[name].is_block])
 def test_a_pass_in_one_call_is_that_op_by_op(
     recipe: str, main_grad: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
