@@ -143,7 +143,7 @@ def demo(root: Path) -> str:
 
 
 def stats(root: Path, of: str) -> str:
-    """A table that examples/gpt_stats.py printed: "monitor" or "layers"."""
+    """A table that examples/gpt_stats.py printed: "monitor"."""
     content = results.read_json(root / results.CPU / "stats.json")
     where = pages.machine(content["environment"])
     return f"```\n{content[of]}\n```\n\nOf {content['what'][of]}. {where}"

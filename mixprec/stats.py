@@ -1,7 +1,6 @@
 """Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
-`Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
-once, at the end of a run. `histogram` counts the magnitudes of one tensor.
+`Monitor` watches a model while it trains. `histogram` counts the magnitudes of one tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of the diagnostics: losses, records of a Monitor, a plan, memory.
+"""Figures of the diagnostics: records of a Monitor, a plan, memory.
 
 The functions return a matplotlib Figure; `save` writes one to a file.
 """
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._checkpoint_file import replace_file
 from .writers import Record, layer_name
@@ -39,76 +39,6 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     (.png, .svg, .pdf)."""
     suffix = Path(path).suffix.removeprefix(".") or "png"
     replace_file(path, lambda temporary: figure.savefig(temporary, format=suffix, dpi=130))
-
-
-def smooth(losses: list[float], window: int) -> list[float]:
-    """The mean of the last `window` finite losses up to each step; NaN before the first."""
-    means = []
-    for i in range(len(losses)):
-        recent = [x for x in losses[max(0, i + 1 - window) : i + 1] if math.isfinite(x)]
-        means.append(sum(recent) / len(recent) if recent else math.nan)
-    return means
-
-
-class Curve(NamedTuple):
-    """Of a recipe: the training losses, the validation loss, and the relative difference of the
-    loss to fp32's, None if unknown. reseeded: fp32 from another seed."""
-
-    recipe: str
-    losses: list[float]
-    validation: float | None
-    difference: float | None
-    reseeded: bool
-
-
-def plot_losses(
-    curves: Sequence[Curve], loss_name: str, is_validated: bool, chance: float | None
-) -> Any:
-    """Training losses; below, their difference to fp32's, with the final validation losses as dots
-    and what another seed changes as a band. ImportError without matplotlib."""
-    figure = _figure(9, 7, "Report.plot")
-    longest = max((len(curve.losses) for curve in curves), default=0)
-    window = max(1, longest // 25)
-    base = next((smooth(c.losses, window) for c in curves if c.recipe == "fp32"), None)
-    axes = figure.subplots(1 if base is None else 2, sharex=True, squeeze=False)[:, 0]
-    above, below = axes[0], axes[-1]
-    colors = dict(zip((curve.recipe for curve in curves if not curve.reseeded), cycle(COLORS)))
-    for i, curve in enumerate(curves):
-        losses, color = smooth(curve.losses, window), colors.get(curve.recipe, "#bbbbbb")
-        style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 2 - curve.reseeded}
-        if longest == 1:  # a line of one point is not seen
-            style["marker"] = "o"
-        label = curve.recipe
-        if curve.validation is not None:
-            label += f" (validation {curve.validation:.3f})"
-        # Curves that coincide: dashes of each in turn.
-        turns = "-" if curve.reseeded else (6.0 * i, (6.0, 6.0 * (len(colors) - 1)))
-        above.plot(range(1, len(losses) + 1), losses, linestyle=turns, **style)
-        above.plot([], [], label=label, **style)
-        if base is not None and curve.recipe in colors:
-            gap = [100 * (x / y - 1) for x, y in zip(losses, base, strict=False)]
-            below.plot(range(1, len(gap) + 1), gap, **style)
-            if curve.difference is not None and curve.recipe != "fp32":
-                below.plot(longest * (1.02 + 0.01 * i), 100 * curve.difference, "o", color=color)
-    means = f"\n(mean of {window} steps)" if window > 1 else ""
-    above.set_ylabel(f"training {loss_name}{means}")
-    above.set_title("Training loss by precision")
-    if curves:
-        above.legend()
-    if base is not None:
-        below.set_ylabel("difference to fp32 (%)")
-        if is_validated:
-            below.plot([], [], "o", color="#777777", label="validation loss, at the end")
-        below.plot([], [], color="#777777", linewidth=1.6, label="training loss")
-        if chance is not None:
-            span = f"another seed: {100 * chance:.2f} % of the validation loss"
-            below.axhspan(-100 * chance, 100 * chance, color="#e3e3e3", zorder=0, label=span)
-        below.legend(fontsize=9)
-    for ax in axes:
-        ax.grid(alpha=0.3)
-    below.set_xlabel("training step")
-    below.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    return figure
 
 
 def plot_plan(

@@ -80,7 +80,6 @@ PRINTED = {
     "fp8_on_your_model": (
         r"head +product +fp8",
         r"(?m)^head +y +fp8",
-        r"(?m)^fp8 ",
         "step 99: loss",
     ),
     "why_did_it_diverge": (

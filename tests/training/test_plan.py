@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import for_each
 from independent import assert_same_bits
 from models import Model as Parts
 from torch import nn
@@ -23,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
+from mixprec.diagnostics import writers
 from mixprec.diagnostics.layers import Matrices
 from mixprec.diagnostics.plan.program import Costs, Program, choose, costs, parse
 from mixprec.diagnostics.plan.sensitivity import Layer, Training
@@ -426,16 +429,24 @@ def test_the_front_and_its_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_compared_with_other_recipes() -> None:
-    plan = planned()
-    report = mixprec.compare(model, batches(4), ["fp32", "bf16", plan], lr=1e-3)
-    assert [row.recipe for row in report.rows] == ["fp32", "bf16", "plan, time <= 0.6"]
-    assert all(row.status == "complete" for row in report.rows)
-    assert report.wrong_gemms([name for name in plan.recipes if name != "conv"]) == []
-    (other,) = mixprec.compare(model, batches(4), plan).rows
-    assert other.losses == report.rows[2].losses
-    report.rows[2].expected_in["up"]["forward"] = "fp16 x fp16"
-    assert "forward of up should have run as fp16 x fp16" in report.wrong_gemms(["up"])[0]
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@for_each("kind", [Terminal, io.StringIO])
+def test_a_line_on_a_terminal_alone(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stderr", shown := kind())
+    planned()
+    *lines, last = shown.getvalue().split("\r\x1b[K")
+    assert not last, "no line stays"
+    if kind is io.StringIO:
+        assert lines == []
+        return
+    total = lines[1].split()[3]
+    assert lines[1] == f"plan: 1 of {total} passes"
+    assert lines[-1] == f"plan: {total} of {total} passes"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def plan(
     time.
 
     model: as it is trained; layers of mixprec compute as torch's while they are measured. batches:
-    as `mixprec.compare` takes them, of which the first 8 are read. loss: a function of the model's
+    a list, a DataLoader, or a function that returns an iterable, of which the first 8 are read; a
+    batch is a tuple or list of forward's arguments, a dict (or another mapping) of its keyword
+    arguments, or one tensor. loss: a function of the model's
     output; None: the output, or its `loss`. optimizer: whose learning rate and kind decide what an
     error of a gradient does (torch's and mixprec's SGD; all others count as Adam); None: Adam with
     1e-3. steps: how long the training is that the loss is predicted for. passes: the most forward

@@ -44,11 +44,6 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """What `mixprec.compare` calls it."""
-        return f"plan, {limits_text(self.budget)}"
-
     def apply(
         self, model: nn.Module, *, saved: Bits | None = None, fuse: bool = False
     ) -> nn.Module:
