@@ -9,7 +9,6 @@ COMMANDS = {
     "audit": ("diagnostics.audit", "which precision each product of a model really has"),
     "bench": ("bench.__main__", "measure every op against its baselines"),
     "plan": ("diagnostics.plan", "the format of every product of a model, by measurement"),
-    "formats": ("diagnostics.number", "what a number becomes in each format, with its bits"),
     "env": ("env", "versions, machine, what each op runs on"),
 }
 

@@ -1,6 +1,6 @@
 """Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
-`Monitor` watches a model while it trains. `histogram` counts the magnitudes of one tensor.
+`Monitor` watches a model while it trains.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .diagnostics.layers import (
     say_what_is_left_out,
     state_here,
 )
-from .diagnostics.measure import FIELDS, Histogram, histogram
+from .diagnostics.measure import FIELDS
 from .diagnostics.writers import SHORT, Record, Recorded, aligned, decibels, layer_name
 from .ops._dispatch import autocast, checks
 
-__all__ = ["Histogram", "Monitor", "histogram"]
+__all__ = ["Monitor"]
 
 _NAME = 24  # columns of the table for a layer's name; 80 in all
 # Of the sums of a tensor: step, layer, tensor, format, granularity; of a number: step, name.
