@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.audit import render
 from mixprec.diagnostics.audit.records import accumulation, bits
 from mixprec.diagnostics.writers import prefixed
 
@@ -440,32 +438,6 @@ def test_a_compiled_model_says_so() -> None:
     assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
 
 
-def test_the_page(tmp_path: Path) -> None:
-    """Each op is a row, and modules are where they are in the model; names are escaped."""
-    model = nn.ModuleDict({"a<b": mlp()})
-    model.forward = model["a<b"].forward
-    with mixprec.audit(model) as audit:
-        square(model["a<b"](X)).backward()
-        (X @ X.t()).sum()
-    audit.save_html(tmp_path / "page.html", "Of <this>")
-    text = (tmp_path / "page.html").read_text()
-    assert "<title>Of &lt;this&gt;</title>" in text
-    assert "a<b" not in text
-    shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
-    assert len(shown) == len(audit.ops)
-    assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
-    root = render.tree(audit.ops, model)
-    assert root.children["model"].children["a<b"].total == sum(
-        op.flops for op in audit.ops if op.module is not None
-    )
-    assert "http" not in text.replace("http://www.w3.org", "")
-    assert not re.search(r"<(link|iframe|img|object|embed)|\b(src|href|data)=|url\(|@import", text)
-    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(", text)
-    assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
-        "#d94801", "#238b45", "#74c476", "#969696",
-    ]  # fmt: skip
-
-
 MAKE = """
 import torch
 def mlp():
@@ -490,17 +462,15 @@ def test_the_command(
         return mixprec.__main__.main(["audit", *arguments])
 
     make = "made_for_audit:mlp"
-    assert run(make, "--recipe", "fp8", "--require", "fp8=0.9", "--html=a.html", "--json=a") == 0
+    assert run(make, "--recipe", "fp8", "--require", "fp8=0.9", "--json=a") == 0
     assert "recipe fp8" in capsys.readouterr().out
-    assert Path("a.html").stat().st_size > 1000 < Path("a").stat().st_size
+    assert Path("a").stat().st_size > 1000
     assert run(make, "--strict") == 0
     assert run(make, "--require", "fp8=0.9") == 1
     assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
-    assert run("made_for_audit:low", "--what-if", "mxfp8", "--html", "b.html", "--json", "b") == 0
+    assert run("made_for_audit:low", "--what-if", "mxfp8", "--json", "b") == 0
     assert "in mxfp8" in capsys.readouterr().out
-    text, ops = Path("b.html").read_text(), json.loads(Path("b").read_text())["ops"]
-    assert "What they lost" in text
-    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
+    ops = json.loads(Path("b").read_text())["ops"]
     (row,) = [op for op in ops if op["phase"] == "forward" and op["kind"] == "product"]
     assert row["lost"]["y"]["own"] > 40
     assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
