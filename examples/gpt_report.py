@@ -80,30 +80,24 @@ class Report:
         """What the table has no column for, in sentences."""
         sentences = []
         for row in self.rows:
-            steps = len(row.losses)
-            parts = [] if row.status == "complete" else [f"{row.status}, {steps} steps"]
-            if row.skipped_steps or row.loss_scale is not None:
-                parts.append(f"{row.skipped_steps} of {steps} steps skipped")
+            said, skipped = row.recipe, f"{row.skipped_steps} of {len(row.losses)} steps skipped"
+            if row.status != "complete":
+                sentences.append(f"{said}: {row.status}, {len(row.losses)} steps")
             if row.loss_scale is not None:
-                parts.append(f"loss scale {power(row.loss_scale)} at the end")
-            if parts:
-                sentences.append(f"{row.recipe}: {', '.join(parts)}")
+                skipped += f", loss scale {power(row.loss_scale)} at the end"
+            if row.skipped_steps or row.loss_scale is not None:
+                sentences.append(f"{said}: {skipped}")
         if (chance := self.chance()) is None:
             return sentences
-        again = " and ".join(row.recipe for row in self.rows if row.reseeded)
-        sentences.append(f"{again}: fp32 from another seed, which changes the loss by {chance:.2%}")
-        differences = {
-            row.recipe: abs(difference)
-            for row in self.rows
-            if row.recipe != "fp32" and not row.reseeded
-            if (difference := self.difference(row)) is not None
-        }
-        for is_small, said in (
-            (True, "within run-to-run noise"),
-            (False, "a larger one, which a single run cannot tell from chance"),
-        ):
-            names = [name for name, size in differences.items() if (size <= chance) == is_small]
-            sentences += [f"{', '.join(names)}: {said}"] if names else []
+        rows = [r for r in self.rows if r.recipe != "fp32" and r.validation_loss is not None]
+        gaps = {row.recipe: abs(self.difference(row) or 0.0) for row in rows if not row.reseeded}
+        said = f"fp32 from another seed, which changes the loss by {chance:.2%}"
+        sentences += [f"{row.recipe}: {said}" for row in rows if row.reseeded]
+        if within := [name for name, gap in gaps.items() if gap <= chance]:
+            sentences.append(f"{', '.join(within)}: within run-to-run noise")
+        if beyond := [name for name in gaps if name not in within]:
+            said = "a larger one, which a single run cannot tell from chance"
+            sentences.append(f"{', '.join(beyond)}: {said}")
         return sentences
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import gpt_data
@@ -50,17 +50,6 @@ def warmup_then_cosine(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (0.05 + 0.95 * cosine)
 
 
-@contextmanager
-def float32_matmul_precision(precision: str) -> Iterator[None]:
-    """Set torch.set_float32_matmul_precision inside the block: "high" allows TF32 on a GPU."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def progress(row: Row, options: argparse.Namespace) -> None:
     """Print a line after some of the steps."""
     step = len(row.losses)
@@ -89,14 +78,14 @@ def compare(
     report = Report(
         [Row(name, options.batch * options.context, name == RESEEDED) for name in options.recipes]
     )
-    tf32 = report.options["tf32"] = {}
+    tf32, before = report.options.setdefault("tf32", {}), torch.get_float32_matmul_precision()
     try:
         for row in report.rows:
             gc.collect()  # free the model of a run that failed: it would count in the next peak
+            torch.set_float32_matmul_precision("high" if row.recipe == TF32 else "highest")
+            tf32[row.recipe] = torch.backends.cuda.matmul.allow_tf32
             try:
-                with float32_matmul_precision("high" if row.recipe == TF32 else "highest"):
-                    tf32[row.recipe] = torch.backends.cuda.matmul.allow_tf32
-                    train(options, text, row, after_step, sqnr)
+                train(options, text, row, after_step, sqnr)
             except RuntimeError as error:  # out of memory, or a kernel that failed
                 traceback.print_exc()
                 first_line = next(iter(str(error).splitlines()), "no message")
@@ -105,6 +94,8 @@ def compare(
                 finished(report)
     except KeyboardInterrupt:
         report.interrupted = True
+    finally:
+        torch.set_float32_matmul_precision(before)
     return report
 
 

@@ -42,11 +42,9 @@ from gpt_runs import (
     LEAN,
     RESEEDED,
     TF32,
-    VALIDATION_BYTES,
     compare,
     gpt_config,
     progress,
-    warmup_then_cosine,
 )
 from plot_losses import plot_losses
 
@@ -55,16 +53,6 @@ import mixprec.env
 from mixprec.bench import device
 from mixprec.bench.environment import environment
 from mixprec.lean_training import FIDELITIES
-
-__all__ = [
-    "BITS",
-    "LEAN",
-    "VALIDATION_BYTES",
-    "check_device",
-    "compare",
-    "main",
-    "warmup_then_cosine",
-]
 
 MAX_DIFFERENCE = 0.02  # to FP32's validation loss
 GAIN, FULL_GAIN = 0.25, 0.33  # how far below the text's unigram entropy each run must come
@@ -89,7 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     recipes = f"precisions, separated by commas, also {FUSED}fp8, fp8{AT}hopper and so on "
     recipes += f"(default: {RECIPES}; on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
-    lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
+    lean = f"train {LEAN_RECIPES} and show the memory of a step"
     add("--lean", lean, action="store_true")
     add("--device", "cpu or cuda", default="cpu")
     add("--out", "folder for results.json and loss.png", default="demo", metavar="DIR")
@@ -222,7 +210,6 @@ def run(options: argparse.Namespace) -> int:
         batch = tuple(t.to(options.device) for t in batch)
         first, *others = reports(gpt_config(options), batch)
         print(f"{first.table(*others)}\n", flush=True)
-        files.append((out / "memory.png", lambda path: first.plot(path, *others)))
     for path, write in files:
         try:
             write(path)

@@ -21,10 +21,11 @@ from typing import Any
 import image_data
 import torch
 import torch.nn.functional as F
+from gpt_runs import LEAN, warmup_then_cosine
 from image_models import MODELS
 from plot_losses import plot_losses
 from torch import nn
-from train_gpt import LEAN, check_device, warmup_then_cosine
+from train_gpt import check_device
 
 import mixprec
 import mixprec.env

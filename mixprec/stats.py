@@ -18,7 +18,7 @@ from torch import nn
 
 from ._local_gradients import is_sharded
 from .amp.rules import power
-from .diagnostics import measure, plotting
+from .diagnostics import measure
 from .diagnostics.layers import (
     as_operand,
     first,
@@ -275,11 +275,6 @@ class Monitor:
             for tag, value in numbers.items():
                 add(tag, value, step)
         self._written[logger] = len(self.records)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
-        to an image file; its suffix selects the format. ImportError without matplotlib."""
-        plotting.save(plotting.plot_records(self.records), path)
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:

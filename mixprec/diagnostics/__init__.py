@@ -1,3 +1,3 @@
 """Diagnostics of training runs: memory_report, plan, audit, what casts lose."""
 
-__all__ = ["memory_report", "plotting"]
+__all__ = ["memory_report"]

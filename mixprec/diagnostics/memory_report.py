@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release import is_released, other_hooks
-from . import plotting
 from .passes import restored, scalar_loss, tensors
 from .writers import aligned, readable
 
@@ -88,15 +86,6 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return self.table()
-
-    def plot(self, path: str | os.PathLike[str], *others: MemoryReport) -> None:
-        """Draw a stacked bar for this report, and for each of the others, to an image file.
-
-        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
-        """
-        reports = (self, *others)
-        bars = [(report.label, report.rows()) for report in reports]
-        plotting.save(plotting.plot_memory(bars, _row_names(reports)), path)
 
 
 def _row_names(reports: Iterable[MemoryReport]) -> list[str]:

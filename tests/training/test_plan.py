@@ -411,24 +411,6 @@ def test_models_that_were_not_planned() -> None:
         plan.apply(nn.Sequential(nn.Linear(4, 4)))
 
 
-def test_the_front_and_its_plot(tmp_path: Path) -> None:
-    plan = planned()
-    front = plan.front(9)
-    times, losses = zip(*front, strict=True)
-    assert list(losses) == sorted(losses, reverse=True)
-    fastest = 0.25 * plan.bf16["time"] + plan.rest["time"]
-    assert times[0] == pytest.approx(fastest / (plan.bf16["time"] + plan.rest["time"]))
-    assert times[-1] <= 1.0
-    program = plan.program()
-    for recipe in FORMATS:
-        uniform = program.uniform(recipe)
-        time = plan.replaced(uniform).predicted["time"]
-        within = [loss for t, loss in front if t <= time * (1 + 1e-6)]
-        assert min(within) <= program.value("loss", uniform) * (1 + 1e-6)
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

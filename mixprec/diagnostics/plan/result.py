@@ -17,7 +17,6 @@ from ...nn._layer import Layer as Converted
 from ...nn.convert import convert
 from ...nn.kinds import adapters, layer_for
 from ...recipes import GEMMS, PREFIXES, Recipe
-from .. import plotting
 from ..writers import aligned, layer_name, prefixed
 from .program import QUANTITIES, Assignment, Costs, Program
 
@@ -148,34 +147,6 @@ class Plan:
             *(f"left out: {name}: {reason}" for name, reason in self.left_out.items()),
         ]
         return "\n".join([*lines, "", self.table()])
-
-    def front(self, points: int = 16) -> list[tuple[float, float]]:
-        """(time, loss): the smallest loss that is predicted for each time, from the shortest to
-        that of bf16, without other limits."""
-        program, total, rest = self.program(), self.bf16["time"], self.rest["time"]
-        fastest = program.solve(["time", "loss"], {})
-        assert fastest is not None, "without limits"
-        least, losses = program.value("time", fastest), dict[float, float]()
-        for i in range(points):
-            limit = least + (total - least) * i / (points - 1)
-            best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
-            if best is not None:
-                share = (program.value("time", best) + rest) / (total + rest)
-                losses[share] = program.value("loss", best)
-        return sorted(losses.items())
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
-        PDF file. ImportError without matplotlib."""
-        program = self.program()
-        names = next(iter(next(iter(self.measured.values()))["harm"].values()))
-        points = {}
-        for name in names:
-            values = prediction(program, program.uniform(name), self.bf16, self.rest)
-            points[name] = values["time"], values["loss"]
-        points["plan"] = self.predicted["time"], self.predicted["loss"]
-        unit = f" on {self.hardware}" if self.hardware else ""
-        plotting.save(plotting.plot_plan(self.front(), points, unit), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON. `recipes` may be edited."""
