@@ -8,7 +8,6 @@ from importlib import import_module
 COMMANDS = {
     "audit": ("diagnostics.audit", "which precision each product of a model really has"),
     "bench": ("bench.__main__", "measure every op against its baselines"),
-    "plan": ("diagnostics.plan", "the format of every product of a model, by measurement"),
     "env": ("env", "versions, machine, what each op runs on"),
 }
 

@@ -15,7 +15,7 @@ from .._checkpoint_file import random_states_kept
 
 
 def entry_point(place: str) -> tuple[Any, ...]:
-    """What FUNCTION of "MODULE:FUNCTION" returns: a model, a batch or batches, and perhaps a loss.
+    """What FUNCTION of "MODULE:FUNCTION" returns: a model, a batch, and perhaps a loss.
     ValueError for anything else."""
     module, _, name = place.partition(":")
     if not module or not name:
@@ -30,7 +30,7 @@ def entry_point(place: str) -> tuple[Any, ...]:
     if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
         return result
     got = type(result).__name__
-    raise ValueError(f"{place} must return (model, data) or (model, data, loss), got {got}")
+    raise ValueError(f"{place} must return (model, batch) or (model, batch, loss), got {got}")
 
 
 def call(model: nn.Module, batch: Any) -> Any:

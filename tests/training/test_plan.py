@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
-import mixprec.__main__
 from mixprec.diagnostics import writers
 from mixprec.diagnostics.layers import Matrices
 from mixprec.diagnostics.plan.program import Costs, Program, choose, costs
@@ -461,25 +460,3 @@ def test_costs() -> None:
     assert found.kept["grad_input"]["bf16"] == 0.0
     assert found.kept["grad_input"]["fp8"] == layer.w
     assert set(found.kept["forward"].values()) == {0.0}
-
-
-def test_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "def make():\n"
-        "    x = torch.randn(64, 32)\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)), [x], (\n"
-        "        lambda y: y.square().mean())\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    path = str(tmp_path / "plan.json")
-    options = ["--time", "0.5", "--formats", "fp8", "mxfp4", "--json", path]
-    assert mixprec.__main__.main(["plan", "mine:make", *options]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("plan for time <= 0.5: loss +")
-    assert {*mixprec.Plan.load(path).recipes} == {"0", "1"}
-    with pytest.raises(SystemExit):
-        mixprec.__main__.main(["plan", "mine:make", "--time", "0.01"])
-    assert "the least is time" in capsys.readouterr().err

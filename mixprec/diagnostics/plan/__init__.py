@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from ...optim import SGD
 from ...recipes import Recipe
 from ..audit import Audit
 from ..layers import why_not_matrices
-from ..passes import entry_point, restored, scalar_loss
+from ..passes import restored, scalar_loss
 from ..writers import Progress
 from .program import QUANTITIES, Assignment, Program, choose, costs
 from .result import Plan, convertible, joined, limits_text, prediction
@@ -178,39 +177,3 @@ def _solve(
         + (f": with the others kept, the least is {' or '.join(said)}" if said else "")
         + (f"; {share:.1%} of the time is of products that are not planned" if share else "")
     )
-
-
-_EPILOG = (
-    "MODULE is imported as Python does, first from the current directory. FUNCTION returns (model, "
-    "batches), or (model, batches, loss): the arguments of mixprec.plan."
-)
-_HELP = {
-    "loss": "by how much it may grow",
-    "time": "of products, as a part of that in bf16",
-    "memory": "kept for backward, as a part of that in bf16",
-}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mixprec plan", epilog=_EPILOG)
-    parser.add_argument("make", metavar="MODULE:FUNCTION")
-    for name in QUANTITIES:
-        parser.add_argument(f"--{name}", type=float, metavar="LIMIT", help=_HELP[name])
-    parser.add_argument("--formats", nargs="+", metavar="RECIPE", help="to choose from")
-    parser.add_argument("--steps", type=int, default=1000, help="of the training that is planned")
-    parser.add_argument("--json", metavar="PATH", help="write the plan, for Plan.load")
-    given = parser.parse_args(arguments)
-    budget = {name: v for name in QUANTITIES if (v := getattr(given, name)) is not None}
-    formats = {"formats": given.formats} if given.formats else {}
-    try:
-        model, batches, *loss = entry_point(given.make)
-        result = plan(
-            model, batches, budget=budget, loss=loss[0] if loss else None, steps=given.steps,
-            **formats,
-        )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
-    print(result)
-    if given.json:
-        result.save(given.json)
-    return 0
