@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
-import mixprec.__main__
 from mixprec.diagnostics.audit.records import accumulation, bits
 from mixprec.diagnostics.writers import prefixed
 
@@ -436,57 +435,6 @@ def test_a_compiled_model_says_so() -> None:
     assert sum(scripted.flops.values()) > 0
     audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
     assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
-
-
-MAKE = """
-import torch
-def mlp():
-    layers = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
-    return torch.nn.Sequential(*layers), torch.ones(4, 8), torch.sum
-def low():
-    torch.manual_seed(0)
-    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum
-def wrong():
-    return 1
-"""
-
-
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "made_for_audit.py").write_text(MAKE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        return mixprec.__main__.main(["audit", *arguments])
-
-    make = "made_for_audit:mlp"
-    assert run(make, "--recipe", "fp8", "--require", "fp8=0.9", "--json=a") == 0
-    assert "recipe fp8" in capsys.readouterr().out
-    assert Path("a").stat().st_size > 1000
-    assert run(make, "--strict") == 0
-    assert run(make, "--require", "fp8=0.9") == 1
-    assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
-    assert run("made_for_audit:low", "--what-if", "mxfp8", "--json", "b") == 0
-    assert "in mxfp8" in capsys.readouterr().out
-    ops = json.loads(Path("b").read_text())["ops"]
-    (row,) = [op for op in ops if op["phase"] == "forward" and op["kind"] == "product"]
-    assert row["lost"]["y"]["own"] > 40
-    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
-    for arguments, message in (
-        (("made_for_audit:wrong",), "must return"),
-        (("made_for_audit",), "expected MODULE:FUNCTION, as in train:make_model, got"),
-        (("made_for_audit:none",), "has no attribute 'none'"),
-        (("not_there:none",), "No module named 'not_there'"),
-        ((make, "--require", "fp8=2"), "--require: invalid"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run(*arguments)
-        assert message in capsys.readouterr().err
-    assert mixprec.__main__.main([]) == 0
-    assert mixprec.__main__.main(["no"]) == 2
-    assert "audit" in capsys.readouterr().out
 
 
 def test_bad_input() -> None:
