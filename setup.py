@@ -256,7 +256,6 @@ setup(
     package_dir=packages,
     package_data={
         "mixprec": ["py.typed"],
-        "mixprec.diagnostics.audit": ["page.html"],
         "mixprec.ops._dispatch": ["gemm_table.json"],
     },
     ext_modules=[

@@ -17,7 +17,7 @@ cuda: $(CUDA_CHECKED) build/cuda/.ran
 build/cuda/.installed:
 	@[ -n "$(NVCC)" ] || { echo "make cuda needs nvcc 13, the compiler of the CUDA toolkit" >&2; exit 1; }
 	"$(PYTHON3)" -m venv build/cuda/venv
-	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4" pytest pytest-xdist hypothesis rich
+	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4" pytest pytest-xdist hypothesis
 	@touch $@
 
 $(CUDA_CHECKED): build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)

@@ -39,10 +39,10 @@ RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
 # What commands take from an environment that is only read, as modules.
 PACKAGES_build :=
-PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes
+PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy matplotlib gfloat ml_dtypes
 PACKAGES_integrations := pytest hypothesis numpy transformers accelerate lightning peft trl datasets
-PACKAGES_gpu-test := pytest pytest_xdist hypothesis numpy rich matplotlib
-PACKAGES_demo := rich matplotlib
+PACKAGES_gpu-test := pytest pytest_xdist hypothesis numpy matplotlib
+PACKAGES_demo := matplotlib
 PACKAGES_lint := ruff mypy clang_format
 PACKAGES_docs := sphinx myst_nb furo sphinx_copybutton jupytext ipykernel
 NEEDED := $(addprefix needs-,build test integrations gpu-test demo lint docs)

@@ -121,7 +121,7 @@ def lean(content: dict[str, Any]) -> str:
     """What a step keeps in each way to train, by examples/gpt_memory.py."""
     # The peak is that of a pass without a step: studies.peak has that of training.
     reports = [MemoryReport(**{**one, "peak": None}) for one in content["reports"]]
-    header, *lines, _ = reports[0].cells(*reports[1:])
+    header, *lines = reports[0].cells(*reports[1:])
     whole = reports[0].total
     shares = [f"{one.total / whole:.2f}" for one in reports]
     shown = table.markdown(tuple(header), [*map(tuple, lines), ("share of the total", *shares)])
@@ -143,7 +143,7 @@ def demo(root: Path) -> str:
 
 
 def stats(root: Path, of: str) -> str:
-    """A table that examples/gpt_stats.py printed: "monitor" or "layers"."""
+    """A table that examples/gpt_stats.py printed: "monitor"."""
     content = results.read_json(root / results.CPU / "stats.json")
     where = pages.machine(content["environment"])
     return f"```\n{content[of]}\n```\n\nOf {content['what'][of]}. {where}"

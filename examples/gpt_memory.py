@@ -1,6 +1,6 @@
 """What a training step of the GPT keeps, in FP32 and as mixprec.lean prepares it.
 
-    python examples/gpt_memory.py --out bench/results/cpu/lean.json --plot docs/memory.png
+    python examples/gpt_memory.py --out bench/results/cpu/lean.json
 
 measures the GPT of 4 blocks of width 512 with 2,048 tokens a step, each way to train in a process
 of its own, so that the peaks are comparable. `train_gpt.py --lean` shows the same for its model.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import multiprocessing
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 import gpt_data
 import torch
 from gpt_model import GPT, GPTConfig
-from needs import needs
 from torch import nn
 
 import mixprec
@@ -59,11 +57,7 @@ def in_its_own_process(way: str) -> mixprec.MemoryReport:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
-    parser.add_argument("--plot", type=Path, help="the picture to draw")
     options = parser.parse_args(argv)
-    if options.plot:
-        with needs("'mixprec[examples]'"):
-            importlib.import_module("matplotlib")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         first, *others = pool.map(in_its_own_process, WAYS)
@@ -75,8 +69,6 @@ def main(argv: list[str] | None = None) -> int:
         "reports": [dataclasses.asdict(one) for one in (first, *others)],
     }
     options.out.write_text(json.dumps(content, indent=1) + "\n")
-    if options.plot:
-        first.plot(options.plot, *others)
     return 0
 
 

@@ -1,15 +1,14 @@
-"""What docs/stats.md shows: a Monitor of the GPT with delayed scaling, and the SQNR of its layers.
+"""What docs/stats.md shows: a Monitor of the GPT with delayed scaling.
 
     python examples/gpt_stats.py
 
-writes bench/results/cpu/stats.json, docs/stats.png and both tables of docs/stats.md, all from one
-run. The text is Python's standard library, so figures differ slightly between Python versions.
+writes bench/results/cpu/stats.json and the table of docs/stats.md. The text is Python's standard
+library, so figures differ slightly between Python versions.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from mixprec.bench.environment import environment
 
 BATCH, CONTEXT, EVERY = 4, 128, 20
 LR, RECIPE = 3e-3, "fp8-delayed"
-LINES, WORST = 10, 4  # of the tables
+LINES = 10  # of the table
 
 
 def monitored(config: GPTConfig, batches: gpt_data.Batches) -> stats.Monitor:
@@ -46,29 +45,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
     parser.add_argument("--steps", type=int, default=320, help="with a monitor (%(default)s)")
-    parser.add_argument("--sqnr-steps", type=int, default=60, help="before the SQNRs (%(default)s)")
     options = parser.parse_args(argv)
     where = environment(quick=False)
     text, config = gpt_data.standard_library().train, GPTConfig(context=CONTEXT)
     monitor = monitored(config, gpt_data.Batches(text, BATCH, CONTEXT, options.steps, 0))
-    picture = options.root / "docs" / "stats.png"
-    monitor.plot(picture)
-    batches = gpt_data.Batches(text, BATCH, CONTEXT, options.sqnr_steps, 0)
-    compared = mixprec.compare(lambda: GPT(config), batches, "fp8", lr=LR, sqnr=True)
     content = {
         "environment": where,
         "command": "python examples/gpt_stats.py",
         "monitor": monitor.table(LINES),
-        "layers": f"{compared.sqnr_table(WORST)}\n{compared.suggest_overrides()}",
-        "what": {
-            "monitor": f"the GPT of `examples/`, {RECIPE}, {options.steps} steps",
-            "layers": f"the GPT of `examples/`, fp8, after {options.sqnr_steps} steps",
-        },
-        # Of the picture: that it is the one of this run can be checked.
-        "sha256": hashlib.sha256(picture.read_bytes()).hexdigest(),
+        "what": {"monitor": f"the GPT of `examples/`, {RECIPE}, {options.steps} steps"},
     }
     results.write_json(options.root / results.CPU / "stats.json", content)
-    print(content["monitor"], content["layers"], sep="\n\n")
+    print(content["monitor"])
     for page in report.write(options.root):
         print(f"{page}: brought up to date")
     return 0

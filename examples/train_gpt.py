@@ -8,8 +8,8 @@ of every block ran all its matrix products in its recipe's format, each validati
 2 % of FP32's, and each model learned clearly more than the frequencies of single bytes. With fewer
 steps than the default, losses only have to be finite.
 
-After the table, a line for each precision says which precision the products of a step really had
-(`mixprec.audit`). fp32-reseeded is FP32 from another seed: a difference smaller than its own to
+After the table, a line for each precision says which precision the products of one more step really
+had (`mixprec.audit`). fp32-reseeded is FP32 from another seed: a difference smaller than its own to
 fp32 is within run-to-run noise.
 
 With --lean it trains in FP32 and in the ways of `mixprec.lean`, and shows the bytes of a step.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,39 +33,26 @@ import gpt_data
 import torch
 from gpt_memory import reports
 from gpt_model import GPT
-from gpt_progress import Progress
+from gpt_report import BITS, Report
 from gpt_runs import (
     ADAMW,
     AT,
-    BITS,
     FAST,
     FUSED,
     LEAN,
     RESEEDED,
     TF32,
-    VALIDATION_BYTES,
     compare,
     gpt_config,
-    warmup_then_cosine,
+    progress,
 )
-from torch import nn
+from plot_losses import plot_losses
 
 import mixprec
 import mixprec.env
 from mixprec.bench import device
 from mixprec.bench.environment import environment
 from mixprec.lean_training import FIDELITIES
-from mixprec.recipes import Recipe
-
-__all__ = [
-    "BITS",
-    "LEAN",
-    "VALIDATION_BYTES",
-    "check_device",
-    "compare",
-    "main",
-    "warmup_then_cosine",
-]
 
 MAX_DIFFERENCE = 0.02  # to FP32's validation loss
 GAIN, FULL_GAIN = 0.25, 0.33  # how far below the text's unigram entropy each run must come
@@ -90,7 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     recipes = f"precisions, separated by commas, also {FUSED}fp8, fp8{AT}hopper and so on "
     recipes += f"(default: {RECIPES}; on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
-    lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
+    lean = f"train {LEAN_RECIPES} and show the memory of a step"
     add("--lean", lean, action="store_true")
     add("--device", "cpu or cuda", default="cpu")
     add("--out", "folder for results.json and loss.png", default="demo", metavar="DIR")
@@ -135,19 +122,15 @@ def check_device(name: str) -> None:
         sys.exit(f"error: --device {name}: there is no GPU to use ({reason})")
 
 
-def problems(
-    report: mixprec.Report, block_linears: list[str], unigram: float, gain: float | None
-) -> list[str]:
+def problems(report: Report, unigram: float, gain: float | None) -> list[str]:
     """The conditions that a complete comparison does not meet, one sentence each. gain: None after
     too few steps to judge what was learned."""
     found = [f"{row.recipe} {row.status}" for row in report.rows if row.status != "complete"]
-    ran = mixprec.Report(rows=[row for row in report.rows if row.steps])
-    found += ran.wrong_gemms(block_linears)
-    data = max((row.data for row in report.rows if not row.reseeded), key=len, default=[])
+    complete = [row for row in report.rows if row.status == "complete"]
+    found += [f"{row.recipe}: {wrong}" for row in complete for wrong in row.wrong]
+    of_seed = [row for row in complete if not row.reseeded]
     found += [
-        f"{r.recipe} was trained on other data"
-        for r in report.rows
-        if r.data != data[: len(r.data)] and not r.reseeded
+        f"{row.recipe} was trained on other data" for row in of_seed if row.data != of_seed[0].data
     ]
     for row in report.rows:
         if row.validation_loss is None:
@@ -171,36 +154,14 @@ def problems(
     return found
 
 
-def audits(options: argparse.Namespace, batch: tuple[torch.Tensor, ...]) -> Iterator[str]:
-    """A line for each precision: what the products of a step had, and what is wrong."""
-    for name in options.recipes:
-        if name.startswith(LEAN) or AT in name or name in (TF32, RESEEDED):
-            continue
-        model = GPT(gpt_config(options)).to(options.device)
-        if name != "fp32":  # as mixprec.compare prepares it
-            recipe = Recipe.parse(name.removeprefix(FUSED))
-            mixprec.convert(model, recipe, fuse=name.startswith(FUSED))
-            low = torch.float16 if recipe.needs_loss_scaling else torch.bfloat16
-            mixprec.cast_parameters(model, low)
-        found = mixprec.audit(model, batch)
-        yield f"audit of {name}: {found.summary()}"
-        yield from (f"  {finding}" for finding in found.findings)
-
-
 def run(options: argparse.Namespace) -> int:
     text = gpt_data.load(options.text, options.context)
     unigram = text.unigram_entropy()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)  # fail before the training, not after
 
-    with torch.device("meta"):  # shapes and names only
-        shapes = GPT(gpt_config(options))
-    size = sum(p.numel() for p in shapes.parameters())
-    block_linears = [
-        name
-        for name, module in shapes.named_modules()
-        if name.startswith("blocks.") and isinstance(module, nn.Linear)
-    ]
+    with torch.device("meta"):  # shapes only
+        size = sum(p.numel() for p in GPT(gpt_config(options)).parameters())
     tokens = options.batch * options.context
     print(
         f"GPT of {size / 1e6:.2f} million parameters on {text.train.numel() / 1e6:.2f} MB of text "
@@ -213,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device.startswith("cuda"):
         machine |= device.properties()
 
-    def describe(report: mixprec.Report, problems: list[str]) -> None:
+    def describe(report: Report, problems: list[str]) -> None:
         report.options |= vars(options) | ADAMW | {"parameters": size}
         report.environment |= {
             **machine,
@@ -223,32 +184,32 @@ def run(options: argparse.Namespace) -> int:
             "problems": problems,
         }
 
-    def finished(report: mixprec.Report) -> None:
+    def finished(report: Report) -> None:
         describe(report, ["not complete: the program ended before the last precision"])
         with suppress(OSError):  # reported at the end
             report.save(out / "results.json")
 
-    recipes = len(options.recipes)
-    with Progress(tokens, BITS, recipes) as progress:
-        report = compare(options, text, progress.step, finished)
+    report = compare(options, text, progress, finished)
 
     gain = None if options.steps < STEPS else FULL_GAIN if options.full else GAIN
-    found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
+    found = [] if report.interrupted else problems(report, unigram, gain)
     describe(report, found)
     print(f"\n{report}\n", flush=True)
-    batch = gpt_data.Batches(text.train, options.batch, options.context, 1, options.seed)[0]
-    batch = tuple(t.to(options.device) for t in batch)
-    if not report.interrupted:
-        for line in audits(options, batch):
-            print(line, flush=True)
+    for row in report.rows:
+        if row.audit:
+            print(f"audit of {row.recipe}: ", end="")
+            print(*row.audit, sep="\n  ", flush=True)
+    curves = {row.recipe: [BITS * x for x in row.losses] for row in report.rows if row.losses}
+    held_out = {r.recipe: BITS * r.validation_loss for r in report.rows if r.validation_loss}
     files: list[tuple[Path, Callable[[Path], None]]] = [
         (out / "results.json", report.save),
-        (out / "loss.png", report.plot),
+        (out / "loss.png", lambda path: plot_losses(path, curves, held_out, "bits/byte", RESEEDED)),
     ]
     if options.lean and not report.interrupted:
+        batch = gpt_data.Batches(text.train, options.batch, options.context, 1, options.seed)[0]
+        batch = tuple(t.to(options.device) for t in batch)
         first, *others = reports(gpt_config(options), batch)
         print(f"{first.table(*others)}\n", flush=True)
-        files.append((out / "memory.png", lambda path: first.plot(path, *others)))
     for path, write in files:
         try:
             write(path)

@@ -21,13 +21,14 @@ from typing import Any
 import image_data
 import torch
 import torch.nn.functional as F
+from gpt_runs import LEAN, warmup_then_cosine
 from image_models import MODELS
+from plot_losses import plot_losses
 from torch import nn
-from train_gpt import LEAN, check_device, warmup_then_cosine
+from train_gpt import check_device
 
 import mixprec
 import mixprec.env
-from mixprec.diagnostics.report import Row
 from mixprec.lean_training import FIDELITIES
 
 RECIPES = "fp32,bf16,fp16,fp8,fp8-delayed,fp8-rowwise,fp8-block"
@@ -218,9 +219,9 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     }
     (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {out / 'results.json'}")
-    rows = [Row(r["recipe"], "complete", r["loss"], losses=r["losses"]) for r in results]
+    curves, held_out = ({r["recipe"]: r[key] for r in results} for key in ("losses", "loss"))
     try:
-        mixprec.Report("images", rows=rows).plot(out / "loss.png")
+        plot_losses(out / "loss.png", curves, held_out, "loss")
     except ImportError as error:
         print(f"no {out / 'loss.png'}: {error}", file=sys.stderr)
     else:

@@ -26,12 +26,10 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .checkpoint import load_checkpoint, save_checkpoint
     from .diagnostics.audit import Audit, audit, bisect
     from .diagnostics.audit.diff import Diff
-    from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
+    from .diagnostics.outliers import choose_outliers
     from .diagnostics.plan import plan
     from .diagnostics.plan.result import Plan
-    from .diagnostics.report import Report
-    from .diagnostics.suggest import choose_outliers
     from .frozen import freeze
     from .lean_training import lean
     from .memory.compress_saved import compress_saved
@@ -55,7 +53,6 @@ __all__ = [
     "Plan",
     "Quantized",
     "Recipe",
-    "Report",
     "act_quantize",
     "amax",
     "audit",
@@ -63,7 +60,6 @@ __all__ = [
     "bisect",
     "cast_parameters",
     "choose_outliers",
-    "compare",
     "compress_saved",
     "convert",
     "convert_to_float8_training",
@@ -108,13 +104,11 @@ _DEFINED_IN = {
     "MemoryReport": "diagnostics.memory_report",
     "Plan": "diagnostics.plan.result",
     "Recipe": "recipes",
-    "Report": "diagnostics.report",
     "audit": "diagnostics.audit",
     "autocast": "nn.autocast",
     "bisect": "diagnostics.audit",
     "cast_parameters": "nn.cast",
-    "choose_outliers": "diagnostics.suggest",
-    "compare": "diagnostics.compare",
+    "choose_outliers": "diagnostics.outliers",
     "compress_saved": "memory.compress_saved",
     "convert": "nn.convert",
     "convert_to_float8_training": "nn.convert",

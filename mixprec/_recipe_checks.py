@@ -260,7 +260,7 @@ _ALIASES = {
 
 NAMES = tuple(_ALIASES)
 
-_PLAIN = 'it is no recipe of convert: leave the model as it is (mixprec.compare takes "fp32")'
+_PLAIN = "it is no recipe of convert: leave the model as it is"
 _FORMAT = (
     'it is a format, of which a recipe has three: "fp8" has e4m3 for x and w and e5m2 for g, '
     '"fp8-rowwise" e4m3 for all; for others, mixprec.Recipe(name, x, w, g)'

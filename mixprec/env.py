@@ -27,7 +27,7 @@ FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),
     *("avx512_fp16", "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"),
 )
-OPTIONAL = ("triton", "rich", "matplotlib", "numpy", "torchao")
+OPTIONAL = ("triton", "matplotlib", "numpy", "torchao")
 
 
 def versions() -> dict[str, str]:

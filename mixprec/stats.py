@@ -1,12 +1,13 @@
 """Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
-`Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
-once, at the end of a run. `histogram` counts the magnitudes of one tensor.
+`Monitor` watches a model while it trains.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 
 from ._local_gradients import is_sharded
 from .amp.rules import power
-from .diagnostics import measure, plotting
+from .diagnostics import measure
 from .diagnostics.layers import (
     as_operand,
     first,
@@ -27,18 +28,18 @@ from .diagnostics.layers import (
     say_what_is_left_out,
     state_here,
 )
-from .diagnostics.measure import FIELDS, Histogram, histogram
-from .diagnostics.writers import SHORT, Record, Recorded, aligned, decibels, layer_name
+from .diagnostics.measure import FIELDS
+from .diagnostics.writers import SHORT, Record, aligned, decibels, finite, layer_name
 from .ops._dispatch import autocast, checks
 
-__all__ = ["Histogram", "Monitor", "histogram"]
+__all__ = ["Monitor"]
 
 _NAME = 24  # columns of the table for a layer's name; 80 in all
 # Of the sums of a tensor: step, layer, tensor, format, granularity; of a number: step, name.
 Key = tuple[Any, ...]
 
 
-class Monitor(Recorded):
+class Monitor:
     """Statistics of every tensor that is cast, at every `every`-th step of training.
 
         with mixprec.stats.Monitor(model, every=100, scaler=scaler) as monitor:
@@ -90,7 +91,8 @@ class Monitor(Recorded):
         self.model, self.every, self.sqnr = model, every, sqnr
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended
-        super().__init__()  # a record for each sampled step, after flush()
+        self.records: list[Record] = []  # of each sampled step, after flush()
+        self._written: dict[Any, int] = {}  # how many records a file or logger has
         self._samples: list[tuple[Key, torch.Tensor]] = []  # on their devices
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if optimizer is not None:
@@ -234,22 +236,59 @@ class Monitor(Recorded):
         SQNR."""
         return _table(self.records[-1], limit) if self.records else "nothing was sampled"
 
-    def _numbers(self, record: Record) -> Iterator[tuple[str, float]]:
-        for name in ("loss_scale", "skipped_steps"):
-            if record[name] is not None:
-                yield name, record[name]
-        for layer, count in record["clipped"].items():
-            yield f"clipped/{layer}", count
-        for row in record["tensors"]:
-            for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
-                if row[name] is not None:
-                    yield f"{name}/{row['tensor']}/{row['layer']}", row[name]
-            yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"]
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Append the records that were not written there yet, a line each, with None for NaN and
+        Inf. All lines are written at once; a line truncated by a crash does not affect later
+        ones."""
+        key = os.path.abspath(path)
+        records = self.records[self._written.get(key, 0) :]
+        lines = [json.dumps(finite(record), allow_nan=False) + "\n" for record in records]
+        if lines:
+            with open(path, "ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    lines[0] = lines[0] if file.read(1) == b"\n" else "\n" + lines[0]
+                file.write("".join(lines).encode())
+        self._written[key] = len(self.records)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
-        to an image file; its suffix selects the format. ImportError without matplotlib."""
-        plotting.save(plotting.plot_records(self.records), path)
+    def to_logger(self, logger: Any) -> None:
+        """Give every number of `records` that `logger` does not have yet to it.
+
+        logger: an object with add_scalar(tag, value, global_step), such as TensorBoard's
+        SummaryWriter, which gets one call per number; or with log(dict, step=), such as a run of
+        Weights & Biases or its module `wandb`, which gets one call per record. TypeError for
+        another object.
+        """
+        add = getattr(logger, "add_scalar", None)
+        log = getattr(logger, "log", None)
+        if isinstance(logger, logging.Logger) or not (callable(add) or callable(log)):
+            raise TypeError(
+                "Monitor: logger must have add_scalar(tag, value, global_step), as "
+                "TensorBoard's SummaryWriter, or log(dict, step=), as a run of Weights & Biases, "
+                f"got {type(logger).__name__}"
+            )
+        for record in self.records[self._written.get(logger, 0) :]:
+            numbers, step = dict(_numbers(record)), record["step"]
+            if not callable(add):
+                logger.log(numbers, step=step)
+                continue
+            for tag, value in numbers.items():
+                add(tag, value, step)
+        self._written[logger] = len(self.records)
+
+
+def _numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """(tag, value) of every number in a record."""
+    for name in ("loss_scale", "skipped_steps"):
+        if record[name] is not None:
+            yield name, record[name]
+    for layer, count in record["clipped"].items():
+        yield f"clipped/{layer}", count
+    for row in record["tensors"]:
+        for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
+            if row[name] is not None:
+                yield f"{name}/{row['tensor']}/{row['layer']}", row[name]
+        yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"]
 
 
 def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -47,18 +47,18 @@ Runs = Iterator[dict[str, Any]]
 def gpt_runs(recipes: Sequence[str], seed: int, steps: int | None, *, sqnr: bool = False) -> Runs:
     """The GPT of the demo, on its text, with as many steps. sqnr: with the signal to quantization
     noise ratios of its layers in dB, by layer and product."""
-    train_gpt, gpt_data = example("train_gpt"), example("gpt_data")
+    train_gpt, gpt_runs, gpt_data = map(example, ("train_gpt", "gpt_runs", "gpt_data"))
     for recipe in recipes:
         arguments = ["--recipes", recipe, "--seed", str(seed)]
         options = train_gpt.parse_arguments(arguments + (["--steps", str(steps)] if steps else []))
         text = gpt_data.load(None, options.context)
-        run = train_gpt.compare(options, text, sqnr=sqnr and recipe != "fp32").rows[0]
+        run = gpt_runs.compare(options, text, sqnr=sqnr and recipe != "fp32").rows[0]
         loss = math.nan if run.validation_loss is None else run.validation_loss
         yield {
             "recipe": recipe,
-            "value": loss * train_gpt.BITS,
+            "value": loss * gpt_runs.BITS,
             "loss": loss,
-            "samples": train_gpt.VALIDATION_BYTES,
+            "samples": gpt_runs.VALIDATION_BYTES,
             "seconds": sum(run.seconds),
             "skipped": run.skipped_steps,
             "status": run.status,

@@ -80,16 +80,6 @@ audit = mixprec.audit(fp8, next(batches(1)), sqnr=True)
 print(audit.sqnr_table())
 
 # %% [markdown]
-# ## Train, and compare
-#
-# `compare` trains the same model on the same batches in each recipe, and FP32 once more from
-# other weights: a difference smaller than that one is within run-to-run noise.
-
-# %%
-report = mixprec.compare(Model, list(batches(100)), recipes=("fp32", "bf16", "fp8"), device="cpu")
-print(report)
-
-# %% [markdown]
 # ## Use it
 #
 # Parameters in BF16 with FP32 masters in the optimizer, the head in BF16, and a checkpoint that

@@ -1,3 +1,3 @@
-"""Diagnostics of training runs: compare, report, memory_report, plan, audit, what layers lose."""
+"""Diagnostics of training runs: memory_report, plan, audit, what casts lose."""
 
-__all__ = ["compare", "memory_report", "plotting", "report", "training_run"]
+__all__ = ["memory_report"]

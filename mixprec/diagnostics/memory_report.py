@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -18,9 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release import is_released, other_hooks
-from . import plotting
 from .passes import restored, scalar_loss, tensors
-from .peak_memory import LiveGradients, MostInUse, resident
 from .writers import aligned, readable
 
 # What an optimizer of mixprec may hold before its first step.
@@ -35,11 +33,7 @@ class MemoryReport:
     states: of the optimizer, by their key ("exp_avg", "master"); saved: for backward, by the kind
     of op that saves them, where compressed as they are kept; peak: the most that the device had
     allocated, or the process resident, during the forward and backward pass, None if unknown;
-    start: the same when they begin; files: of the peak, libraries that the process has loaded.
-
-    held: who has the memory at `moment`, when most of it is in use: all that was there before the
-    pass, gradients, saved tensors, and "other", which are results and what ops allocate while they
-    run; beside these "freed", which the process keeps from the system. Empty if unknown.
+    start: the same when they begin.
     """
 
     label: str
@@ -49,9 +43,6 @@ class MemoryReport:
     saved: dict[str, int] = field(default_factory=dict)
     peak: int | None = None
     start: int | None = None
-    files: int | None = None
-    held: dict[str, int] = field(default_factory=dict)
-    moment: str = ""
 
     def rows(self) -> dict[str, int]:
         """The parts, without the peak, by their name in the table."""
@@ -82,9 +73,6 @@ class MemoryReport:
         lines += [[n, *(readable(report.rows().get(n)) for report in reports)] for n in names]
         columns = [report._summary() for report in reports]
         lines += [[n, *(readable(column[n]) for column in columns)] for n in columns[0]]
-        lines.append(["most in use at", *(report.moment or "-" for report in reports)])
-        for part in dict.fromkeys(part for report in reports for part in report.held):
-            lines.append([f"there: {part}", *(readable(r.held.get(part)) for r in reports)])
         return [line for line in lines if set(line[1:]) != {"-"}]  # nothing that was not measured
 
     def _summary(self) -> dict[str, int | None]:
@@ -94,20 +82,10 @@ class MemoryReport:
             "total": self.total,
             "peak": self.peak,
             "peak above the start": None if unknown else self.peak - self.start,  # type: ignore[operator]
-            "peak: files": self.files,
         }
 
     def __str__(self) -> str:
         return self.table()
-
-    def plot(self, path: str | os.PathLike[str], *others: MemoryReport) -> None:
-        """Draw a stacked bar for this report, and for each of the others, to an image file.
-
-        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
-        """
-        reports = (self, *others)
-        bars = [(report.label, report.rows()) for report in reports]
-        plotting.save(plotting.plot_memory(bars, _row_names(reports)), path)
 
 
 def _row_names(reports: Iterable[MemoryReport]) -> list[str]:
@@ -152,14 +130,12 @@ def memory_report(
             "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
         )
     device = next((p.device for p in params), torch.device("cpu"))
-    most = MostInUse(params, device)
-    saved = SavedBytes([*params, *model.buffers(), *tensors(batch)], most.add)
+    saved = SavedBytes([*params, *model.buffers(), *tensors(batch)])
     with restored(model), _peak(device) as (start, peak):
         with recorded(saved):
             remedy = "pass loss=, a function of the model's output"
             scalar = scalar_loss("memory_report", model, batch, loss, remedy)
         releases = getattr(optimizer, "_releases", None)
-        most.watch(scalar)
         live = None if releases is None else LiveGradients(scalar)
         if releases is not None:
             releases.rehearses = True
@@ -182,11 +158,37 @@ def memory_report(
         has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in updated)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
-    files = resident("RssFile") if device.type == "cpu" else None
-    return MemoryReport(
-        label, _bytes(params), gradients, states, kinds, largest, start, files, most.held,
-        most.moment,
-    )  # fmt: skip
+    return MemoryReport(label, _bytes(params), gradients, states, kinds, largest, start)
+
+
+class LiveGradients:
+    """Measures, from the nodes of a loss, what waits for `grad` to be complete: `largest`, in
+    bytes. The gradient of a parameter exists from the first node that computes a part of it."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.largest = 0
+        self._live: dict[Any, int] = {}
+        seen: set[Any] = {None}
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            waiting += [edge for edge, _ in node.next_functions]
+            if hasattr(node, "variable"):  # it accumulates into a leaf
+                node.register_hook(partial(self._remove, node))
+            elif any(hasattr(edge, "variable") for edge, _ in node.next_functions):
+                node.register_hook(partial(self._add, node))
+
+    def _remove(self, node: Any, *_: Any) -> None:
+        self._live.pop(node, None)
+
+    def _add(self, node: Any, grads: tuple[torch.Tensor | None, ...], _: Any) -> None:
+        for (edge, _), grad in zip(node.next_functions, grads, strict=True):
+            if grad is not None and hasattr(edge, "variable"):
+                self._live[edge] = grad.numel() * grad.element_size()
+        self.largest = max(self.largest, sum(self._live.values()))
 
 
 def _bytes(values: Iterable[torch.Tensor]) -> int:
@@ -197,19 +199,12 @@ def _bytes(values: Iterable[torch.Tensor]) -> int:
 
 class SavedBytes(dict[str, int]):
     """What is saved for backward by kind, each storage once and without those `owned`: a function
-    for `recorded`. look(kind, bytes, what) is called for what counts."""
+    for `recorded`."""
 
-    def __init__(
-        self,
-        owned: Iterable[torch.Tensor],
-        look: Callable[[str, int, torch.Tensor | Saved], None] | None = None,
-    ) -> None:
+    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._look = look
         self._storages = {StorageWeakRef(t.untyped_storage()) for t in tensors([*owned])}
-        self._parts: WeakSet[Parts] = (
-            WeakSet()
-        )  # without keeping them until after the backward pass
+        self._parts: WeakSet[Parts] = WeakSet()  # not kept until after the backward pass
 
     def __call__(self, kind: str, kept: torch.Tensor | Saved) -> None:
         size = 0
@@ -223,8 +218,6 @@ class SavedBytes(dict[str, int]):
                 size += 0 if reference in self._storages else storage.nbytes()
                 self._storages.add(reference)
         self[kind] = self.get(kind, 0) + size
-        if size and self._look is not None:
-            self._look(kind, size, kept)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -263,6 +256,12 @@ def _peak(device: torch.device) -> Iterator[tuple[int | None, Callable[[], int |
     except OSError:
         yield None, lambda: None
     else:
-        start = resident("VmRSS")
+        start = _resident("VmRSS")
         # Linux counts the pages of each thread apart, and the sum may be some pages behind.
-        yield start, lambda: max(filter(None, (start, resident("VmHWM"))), default=None)
+        yield start, lambda: max(start, _resident("VmHWM"))
+
+
+def _resident(field: str) -> int:
+    """A size of the process as Linux has it: VmRSS, or VmHWM, the largest."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

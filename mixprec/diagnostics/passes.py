@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,25 +11,6 @@ import torch
 from torch import nn
 
 from .._checkpoint_file import random_states_kept
-
-
-def entry_point(place: str) -> tuple[Any, ...]:
-    """What FUNCTION of "MODULE:FUNCTION" returns: a model, a batch or batches, and perhaps a loss.
-    ValueError for anything else."""
-    module, _, name = place.partition(":")
-    if not module or not name:
-        raise ValueError(f"expected MODULE:FUNCTION, as in train:make_model, got {place!r}")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if getattr(error, "name", "") not in (module, name):
-            raise
-        raise ValueError(str(error)) from None
-    result = make()
-    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
-        return result
-    got = type(result).__name__
-    raise ValueError(f"{place} must return (model, data) or (model, data, loss), got {got}")
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -32,10 +32,9 @@ except ImportError as error:
     ) from error
 
 from .accelerate import _Optimizer, attach
-from .audit_callback import AuditCallback
 from .fused_loss import fuse_loss
 
-__all__ = ["AuditCallback", "Trainer", "fuse_loss"]
+__all__ = ["Trainer", "fuse_loss"]
 
 
 class Trainer(transformers.Trainer):

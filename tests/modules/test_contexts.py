@@ -15,7 +15,6 @@ import pytest
 import torch
 from cases import for_each, normal
 from independent import assert_same_lists
-from models import Model
 from test_autocast import formats
 from test_compress_saved import bits_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -296,23 +295,3 @@ def test_flops_are_counted() -> None:
     with mixprec.simulate("hopper"), torch.no_grad(), mixprec.audit(layer) as audit:
         layer(normal((M, K), torch.float32))
     assert [*audit.decided] == ["recipe fp8"]
-
-
-def test_compare_as_a_gpu() -> None:
-    def mean_square() -> torch.nn.Module:
-        layer = torch.nn.Linear(1024, 16)
-        return Model(lambda self, x: self.layer(x).float().square().mean(), layer=layer)
-
-    short = replace(FP8, fast_accum=True)  # long sums lose the most
-    batches = [normal((32, 1024), torch.float32, i).abs() for i in range(3)]
-    arguments = mean_square, batches, ("fp32", short)
-    plain, hopper = (mixprec.compare(*arguments, simulate=arch) for arch in (None, "hopper"))
-    assert hopper.options["simulate"] == "hopper"
-    assert "simulate" not in plain.options
-    assert plain["fp32"].losses == hopper["fp32"].losses
-    assert plain["fp8"].losses != hopper["fp8"].losses
-    assert mixprec.compare(*arguments, simulate="H100").options == hopper.options
-    with pytest.raises(ValueError, match=r"^simulate: the tensor cores of a100 have no .*e4m3"):
-        mixprec.compare(*arguments, simulate="a100")
-    with pytest.raises(ValueError, match=r"^simulate: arch must be one of"):
-        mixprec.compare(*arguments, simulate="h300")

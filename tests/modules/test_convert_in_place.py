@@ -192,6 +192,3 @@ def test_what_measures_layers_sees_calls_by_keyword() -> None:
         model(x).backward()
         monitor.step()
     assert {row["layer"] for row in monitor.records[-1]["tensors"]} == {"first"}
-    (row,) = mixprec.compare(net, [(x,)], ("fp32",)).rows
-    assert row.gemms["first", "forward", "fp32 x fp32 (torch)"] == 1
-    assert row.gemms["last", "grad_input", "fp32 x fp32 (torch)"] == 1

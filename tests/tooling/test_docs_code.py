@@ -30,7 +30,6 @@ CHECKS = {
     ("docs/tour.md", "Loss scaling and checkpoints"): "assert scaler.skipped.item() == 0",
     ("docs/memory.md", "What a step keeps"): "assert after.saved_total < 0.5 * before.saved_total",
     ("docs/stats.md", "Monitoring a run"): "assert len(open('numbers.jsonl').readlines()) == 3",
-    ("docs/stats.md", "Measuring each layer and changing its recipe"): "assert overrides == {}",
     ("docs/integrations.md", "transformers"): (
         "from safetensors.torch import load_file\n"
         "again = mixprec.optim.fp32_state_dict(model, mixprec.optim.AdamW(model.parameters()))\n"
@@ -45,7 +44,6 @@ PRINTED = {
         "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor",
         "fp8-delayed",
         "the whole model: ",  # the report of freeze
-        "(?m)^recipe",  # the table of compare
     ),
     "docs/recipes.md": (r" 4\.5\d\d ", r"the whole model: .* \(1[45]%\), nvfp4"),
     "docs/audit.md": (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import mixprec
 from mixprec.bench import results
 from mixprec.bench.cases.registry import example
 from mixprec.bench.studies import accuracy
-from mixprec.diagnostics import plotting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,30 +37,20 @@ def test_promotion_is_what_keeps_long_sums() -> None:
 # The statistics of the GPT
 
 
-def test_picture_and_tables_of_statistics_are_of_one_run(
+def test_the_table_of_statistics(
     examples: pytest.MonkeyPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import gpt_stats
 
-    content = json.loads((ROOT / results.CPU / "stats.json").read_text())
-    drawn = hashlib.sha256((ROOT / "docs" / "stats.png").read_bytes()).hexdigest()
-    assert content["sha256"] == drawn, "run python examples/gpt_stats.py"
-
-    figures: list[Any] = []
-    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     for name, small in (("CONTEXT", 32), ("EVERY", 1), ("LINES", None)):
         monkeypatch.setattr(gpt_stats, name, small)
-    page, picture = tmp_path / "docs" / "stats.md", tmp_path / "docs" / "stats.png"
+    page = tmp_path / "docs" / "stats.md"
     page.parent.mkdir()
-    page.write_text("<!-- stats monitor -->\n<!-- end -->\n<!-- stats layers -->\n<!-- end -->\n")
-    for file in (tmp_path / "README.md", picture):
-        file.touch()
-    assert gpt_stats.main(["--root", str(tmp_path), "--steps", "2", "--sqnr-steps", "2"]) == 0
-    *layers, others = [entry.get_text() for entry in figures[0].legends[0].get_texts()]
-    table = page.read_text()
-    assert others == "the 10 other layers"
-    assert {*layers} <= {line.split(" ")[0] for line in table.splitlines()}
-    assert table.count("torch 2") == 2, "where it was measured"
+    page.write_text("<!-- stats monitor -->\n<!-- end -->\n")
+    (tmp_path / "README.md").touch()
+    assert gpt_stats.main(["--root", str(tmp_path), "--steps", "2"]) == 0
+    assert "blocks.0.attention.qkv.1  g e5m2" in page.read_text()
+    assert page.read_text().count("torch 2") == 1, "where it was measured"
 
 
 # What is said of accuracy: the statistics, the verdicts, and what the runs leave

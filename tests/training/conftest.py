@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from compare_task import MLP, STEPS, data
 
-import mixprec
 from mixprec import grad_report
 
 
@@ -32,9 +30,3 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def report() -> mixprec.Report:
-    """A comparison that went well."""
-    return mixprec.compare(MLP, data(STEPS), lr=1e-2, max_grad_norm=1.0, validation=data(4, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
-import mixprec.__main__
-from mixprec.diagnostics.audit import render
 from mixprec.diagnostics.audit.records import accumulation, bits
 from mixprec.diagnostics.writers import prefixed
 
@@ -438,85 +435,6 @@ def test_a_compiled_model_says_so() -> None:
     assert sum(scripted.flops.values()) > 0
     audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
     assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
-
-
-def test_the_page(tmp_path: Path) -> None:
-    """Each op is a row, and modules are where they are in the model; names are escaped."""
-    model = nn.ModuleDict({"a<b": mlp()})
-    model.forward = model["a<b"].forward
-    with mixprec.audit(model) as audit:
-        square(model["a<b"](X)).backward()
-        (X @ X.t()).sum()
-    audit.save_html(tmp_path / "page.html", "Of <this>")
-    text = (tmp_path / "page.html").read_text()
-    assert "<title>Of &lt;this&gt;</title>" in text
-    assert "a<b" not in text
-    shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
-    assert len(shown) == len(audit.ops)
-    assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
-    root = render.tree(audit.ops, model)
-    assert root.children["model"].children["a<b"].total == sum(
-        op.flops for op in audit.ops if op.module is not None
-    )
-    assert "http" not in text.replace("http://www.w3.org", "")
-    assert not re.search(r"<(link|iframe|img|object|embed)|\b(src|href|data)=|url\(|@import", text)
-    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(", text)
-    assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
-        "#d94801", "#238b45", "#74c476", "#969696",
-    ]  # fmt: skip
-
-
-MAKE = """
-import torch
-def mlp():
-    layers = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
-    return torch.nn.Sequential(*layers), torch.ones(4, 8), torch.sum
-def low():
-    torch.manual_seed(0)
-    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum
-def wrong():
-    return 1
-"""
-
-
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "made_for_audit.py").write_text(MAKE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        return mixprec.__main__.main(["audit", *arguments])
-
-    make = "made_for_audit:mlp"
-    assert run(make, "--recipe", "fp8", "--require", "fp8=0.9", "--html=a.html", "--json=a") == 0
-    assert "recipe fp8" in capsys.readouterr().out
-    assert Path("a.html").stat().st_size > 1000 < Path("a").stat().st_size
-    assert run(make, "--strict") == 0
-    assert run(make, "--require", "fp8=0.9") == 1
-    assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
-    assert run("made_for_audit:low", "--what-if", "mxfp8", "--html", "b.html", "--json", "b") == 0
-    assert "in mxfp8" in capsys.readouterr().out
-    text, ops = Path("b.html").read_text(), json.loads(Path("b").read_text())["ops"]
-    assert "What they lost" in text
-    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
-    (row,) = [op for op in ops if op["phase"] == "forward" and op["kind"] == "product"]
-    assert row["lost"]["y"]["own"] > 40
-    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
-    for arguments, message in (
-        (("made_for_audit:wrong",), "must return"),
-        (("made_for_audit",), "expected MODULE:FUNCTION, as in train:make_model, got"),
-        (("made_for_audit:none",), "has no attribute 'none'"),
-        (("not_there:none",), "No module named 'not_there'"),
-        ((make, "--require", "fp8=2"), "--require: invalid"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run(*arguments)
-        assert message in capsys.readouterr().err
-    assert mixprec.__main__.main([]) == 0
-    assert mixprec.__main__.main(["no"]) == 2
-    assert "audit" in capsys.readouterr().out
 
 
 def test_bad_input() -> None:

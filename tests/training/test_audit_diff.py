@@ -284,28 +284,6 @@ def test_names_that_torch_compile_gives() -> None:
     assert mixprec.bisect(model(), compiled, TOKENS).first is None
 
 
-def test_what_amplifies_a_rounding_error() -> None:
-    """A difference of two numbers that are nearly the same."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
-
-    torch.manual_seed(0)
-    cancels = Parts(forward, **{name: nn.Linear(16, 16, bias=False) for name in "abc"})
-    with torch.no_grad():
-        cancels.b.weight[:, 8:] = -cancels.b.weight[:, :8] * 1.01
-    x = torch.randn(8, 16)
-    before = copy.deepcopy(cancels.state_dict())
-    diff = mixprec.bisect(cancels, None, x, loss=torch.sum, perturb=True)
-    (place, factor), *_ = diff.amplifiers()
-    assert (place.module, place.op, place.phase) == ("b", "y", "forward")
-    assert factor > 20
-    assert all(torch.equal(value, before[name]) for name, value in cancels.state_dict().items())
-    with pytest.raises(TypeError, match="model_b must be None with perturb=True"):
-        mixprec.bisect(cancels, None, x)
-
-
 @pytest.mark.parametrize("kind", ["inputs", "weights"])
 def test_one_element_that_overflows_in_fp16_is_where_they_diverge(kind: str) -> None:
     def make() -> nn.Module:

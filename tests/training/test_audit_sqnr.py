@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-import mixprec.__main__
 from mixprec.diagnostics.audit.noise import estimated_noise
 from mixprec.diagnostics.audit.shadow import Shadow
 from mixprec.testing import sqnr

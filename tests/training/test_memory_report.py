@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.diagnostics.memory_report import MemoryReport
-from mixprec.diagnostics.peak_memory import usage
 
 M, K = 64, 128
 
@@ -46,25 +44,8 @@ def test_each_part_has_the_bytes_that_it_has_to_have() -> None:
     # activation each; the norm its input and statistics; square() its input.
     assert found.saved == {"linear": one, "activation": one, "norm": one + 8 * K, "other": one}
     assert found.total == sum(found.rows().values()) == 4 * params + 24 + 4 * one + 8 * K
-    assert found.peak is None or found.peak > found.total
-
-
-@pytest.mark.skipif(usage(torch.device("cpu")) is None, reason="needs glibc 2.33")
-def test_who_holds_the_memory_when_most_is_in_use() -> None:
-    n, frees = 512, lambda y: y.exp().cos().mean()  # exp saves its result, cos its input: the same
-    net = nn.Sequential(*[nn.Linear(n, n) for _ in range(4)])
-    x = torch.randn(8 * n, n)
-    found = mixprec.memory_report(net, torch.optim.SGD(net.parameters()), x, frees)
-    one = 4 * x.numel()
-    assert found.moment.startswith("backward")
-    assert found.held["saved: linear"] == 3 * one  # that of the first is the batch
-    assert found.held["saved: other"] in (0, one)
-    assert one <= found.held["other"] <= 3.1 * one  # gradients of results
-    assert found.held["gradients"] < 4 * (n * n + n)
     # Pages that earlier work of the process has freed are part of start already.
-    assert found.peak is None or found.peak >= found.start > 0
-    lines = str(found).splitlines()
-    assert [line for line in lines if line.startswith("there: saved: linear") and "25.2 MB" in line]
+    assert found.peak is None or found.peak >= max(found.start, found.total) > 0
 
 
 def test_compressed_tensors_count_as_they_are_kept() -> None:
@@ -176,7 +157,7 @@ def test_a_graph_from_before_that_saved_a_buffer_is_still_valid() -> None:
     earlier.backward()
 
 
-def test_several_reports_side_by_side(tmp_path: Path) -> None:
+def test_several_reports_side_by_side() -> None:
     before = report(model(), label="plain")
     net = model(recipe="bf16", saved="int8")
     after = report(net, mixprec.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), label="int8")
@@ -188,8 +169,6 @@ def test_several_reports_side_by_side(tmp_path: Path) -> None:
     row = next(line for line in lines if line.startswith("optimizer: exp_avg "))
     assert row.endswith(" -")
     assert str(before) == before.table()
-    before.plot(tmp_path / "memory.png", after)
-    assert (tmp_path / "memory.png").stat().st_size > 5000
 
 
 def test_a_batch_may_be_a_dict_and_what_is_refused() -> None:

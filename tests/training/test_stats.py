@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import as_bytes
 from independent import BY_DTYPE, cast, decode_table
 from torch import nn
 
 import mixprec
 from mixprec.diagnostics import measure
-from mixprec.diagnostics.suggest import model_sqnr
 from mixprec.formats import E4M3, E5M2, FP16
 from mixprec.ops._reference.block_formats import hadamard
 from mixprec.stats import Monitor
@@ -241,62 +239,6 @@ def test_clipped_outputs_are_counted() -> None:
     monitor = measured(model, torch.full((2, 16), 60000.0).half())
     assert monitor.records[0]["clipped"] == {"0": 48}
     assert "48 activations clipped" in monitor.table()
-
-
-def test_products_by_hand() -> None:
-    model = one_linear(bias=False)
-    layer = model[0]
-    torch.manual_seed(1)
-    x, g = torch.randn(32, 16, requires_grad=True), torch.randn(32, 24)
-    w = layer.weight.detach()
-    plain = x.detach()
-    qx, qw, qg = by_hand(plain, E4M3), by_hand(w, E4M3), by_hand(g, E5M2)
-    expected = {
-        "x": sqnr(plain, qx),
-        "w": sqnr(w, qw),
-        "g": sqnr(g, qg),
-        "y": sqnr(plain.double() @ w.double().t(), qx @ qw.t()),
-        "grad_input": sqnr(g.double() @ w.double(), qg @ qw),
-        "grad_weight": sqnr(g.double().t() @ plain.double(), qg.t() @ qx),
-    }
-    found = model_sqnr(model, lambda: model(x).backward(g))["0"]
-    assert (found.pop("recipe"), found.pop("remedy")) == ("fp8", None)
-    assert found == pytest.approx(expected, abs=1e-3)
-    layer.weight.requires_grad_(False)
-    found = model_sqnr(model, lambda: model(x).backward(g))["0"]
-    assert found.keys() == {"recipe", "x", "w", "g", "y", "grad_input", "remedy"}
-
-
-def test_a_model_is_as_before_after_it_was_measured() -> None:
-    torch.manual_seed(0)
-    parts = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 4, 1))
-    model = mixprec.convert(nn.Sequential(*parts), "fp8-delayed")
-    x = torch.randn(2, 3, 8, 8)
-    parts = [*model.parameters(), *model.buffers()]
-    before = as_bytes([parts, model.state_dict(), torch.get_rng_state()])
-    found = model_sqnr(model, lambda: model(x).square().sum().backward())
-    assert as_bytes([parts, model.state_dict(), torch.get_rng_state()]) == before
-    assert not any(m._forward_hooks for m in model.modules())
-    assert found.keys() == {"0", "3"}
-    assert found["0"].keys() == {"recipe", "x", "w", "g", "y", "grad_weight", "remedy"}
-    assert all(20 < found[layer]["y"] < 45 for layer in "03")
-
-
-def test_a_histogram_of_what_is_no_tensor_of_numbers_is_refused() -> None:
-    assert mixprec.stats.histogram(torch.ones(2, 3)).counts == {127 << 4: 6}
-    assert mixprec.stats.histogram(torch.ones(0)).counts == {}
-    with torch.device("meta"):
-        assert mixprec.stats.histogram(torch.full((2,), 1.1, device="cpu")).counts == {2033: 2}
-    numbers = torch.ones(1 << 22).bfloat16().repeat(2)[:-1]
-    assert mixprec.stats.histogram(numbers[::1].requires_grad_()).counts == {127 << 4: 2**23 - 1}
-    for wrong, said in (
-        (torch.ones(2, dtype=torch.long), "got Tensor torch.int64"),
-        (torch.ones(2, device="meta"), "got Tensor torch.float32"),
-        (torch.ones(2, 2).to_sparse(), "got Tensor"),
-        ([1.0], "got list"),
-    ):
-        with pytest.raises(TypeError, match=f"histogram: tensor must be a dense .*{said}$"):
-            mixprec.stats.histogram(wrong)
 
 
 def test_a_product_is_measured_as_the_recipe_rotates_it() -> None:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.diagnostics.plotting import plot_records
 from mixprec.diagnostics.writers import finite
 from mixprec.stats import Monitor
 
@@ -170,7 +169,7 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     assert [(*number, step) for numbers, step in logged for number in numbers.items()] == added
 
 
-def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:
+def test_table_of_many_layers_with_long_names() -> None:
     layers = {f"encoder_of_the_first_modality_with_a_long_name_{i}": nn.Linear(16, 16)
               for i in range(5)}  # fmt: skip
     model = mixprec.convert(nn.Sequential(OrderedDict(layers)), "fp8")
@@ -183,12 +182,3 @@ def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> Non
     assert max(map(len, lines)) <= 80
     assert [line.split()[0][:3] for line in lines[3:]] == ["..."] * 3
     assert lines[-1] == "... and 18 more"
-    monitor.plot(tmp_path / "layers.png")
-    assert (tmp_path / "layers.png").stat().st_size > 10_000
-    figure = plot_records(monitor.records)
-    first, *_, others = [entry.get_text() for entry in figure.legends[0].get_texts()]
-    assert first.endswith("name_3"), "the one that loses most, as in the table"
-    assert others == "the 2 other layers"
-    x, w, _ = figure.axes[:3]
-    assert w.get_ylim()[0] < 1e6 < w.get_ylim()[1]
-    assert x.get_ylim() != w.get_ylim(), "each has a range of its own"

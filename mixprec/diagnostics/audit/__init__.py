@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import copy
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...nn.convert import convert
 from ...recipes import Recipe
-from ..passes import entry_point, restored, scalar_loss, tensors
+from ..passes import restored, scalar_loss, tensors
 from ..writers import finite, joined
 from . import findings, render
 from .diff import Diff, Point
@@ -137,16 +133,6 @@ class Audit:
             "points": [vars(point) for point in self.points],
         }
 
-    def save_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Write a page with the findings, a tree of modules and a table to sort and filter: one
-        file, which needs no network."""
-        name = title or f"Audit of {type(self._model).__name__}"
-        page = render.html(
-            self.ops, self._model, name, findings=self.findings, notes=self.notes,
-            has_losses=bool(self.points),
-        )  # fmt: skip
-        Path(path).write_text(page, encoding="utf-8")
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, with null for NaN and Inf."""
         content = finite(self.to_dict())
@@ -239,23 +225,11 @@ def audit(
     return report
 
 
-@torch.no_grad()
-def _perturbed(model: nn.Module) -> nn.Module:
-    other = copy.deepcopy(model)
-    for i, p in enumerate(other.parameters()):
-        if p.is_floating_point():
-            generator = torch.Generator(p.device).manual_seed(i)
-            away = torch.rand(p.shape, generator=generator, device=p.device) - 0.5
-            p.mul_(1 + 2.0**-7 * away)
-    return other
-
-
 def bisect(
     model_a: nn.Module,
-    model_b: nn.Module | None,
+    model_b: nn.Module,
     *batch: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    perturb: bool = False,
 ) -> Diff:
     """Find where two models diverge that should compute the same: before and after mixprec.convert,
     in FP32 and in bf16, of two versions of a program.
@@ -267,79 +241,8 @@ def bisect(
     with the same of the other, so that rounding does not count, and each op with what it would
     have returned in FP32, so that rounding that is too coarse does. See `Diff`.
 
-    perturb: with None for model_b, a copy of model_a stands for it, each weight of which is off by
-    up to 2^-8 of itself, at random: `Diff.amplifiers` has what makes more of a rounding error.
-
     batch, loss: as in `mixprec.audit`. Ops are compared by the module that owns them, so that both
     models need the same names. ValueError if they have no op in common.
     """
-    if (model_b is None) != perturb:
-        raise TypeError("bisect: model_b must be None with perturb=True, and a model without it")
-    if model_b is None:
-        model_b = _perturbed(model_a)
     first = audit(model_a, *batch, loss=loss, sqnr=True)
     return first.diff(audit(model_b, *batch, loss=loss, sqnr=True))
-
-
-_EPILOG = (
-    "MODULE is imported as Python does, first from the current directory. FUNCTION returns (model, "
-    "batch), or (model, batch, loss): the arguments of mixprec.audit."
-)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mixprec audit", epilog=_EPILOG)
-    parser.add_argument("make", metavar="MODULE:FUNCTION")
-    parser.add_argument("--recipe", help="convert the model with it first, as to fp8")
-    parser.add_argument(
-        "--require",
-        metavar="PRECISION=SHARE",
-        type=_requirement,
-        action="append",
-        default=[],
-        help="exit with 1 if a smaller share of the FLOPs has this precision, as in fp8=0.9",
-    )
-    parser.add_argument(
-        "--sqnr", action="store_true", help="compute each op in FP32 too, and show what it loses"
-    )
-    parser.add_argument(
-        "--what-if",
-        metavar="RECIPE",
-        action="append",
-        default=[],
-        help="what layers would lose with this recipe, as with --sqnr",
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if there is a finding")
-    parser.add_argument("--html", metavar="PATH", help="write a page to look at")
-    parser.add_argument("--json", metavar="PATH", help="write all that was found")
-    given = parser.parse_args(arguments)
-    try:
-        model, *rest = entry_point(given.make)
-    except ValueError as error:
-        parser.error(str(error))
-    if given.recipe:
-        convert(model, given.recipe)
-    loss = rest[1] if len(rest) > 1 else None
-    report = audit(model, rest[0], loss=loss, sqnr=given.sqnr, what_if=given.what_if)
-    print(report)
-    if given.html:
-        report.save_html(given.html)
-    if given.json:
-        report.save(given.json)
-    missed = [line for name, share in given.require for line in _missed(report, name, share)]
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed or (given.strict and report.findings) else 0
-
-
-def _requirement(text: str) -> tuple[str, float]:
-    name, _, share = text.partition("=")
-    if not name or not 0 <= float(share) <= 1:  # argparse reports a ValueError
-        raise ValueError(text)
-    return name, float(share)
-
-
-def _missed(report: Audit, name: str, share: float) -> list[str]:
-    total = sum(report.flops.values())
-    has = report.flops.get(name, 0) / total if total else 0.0
-    return [] if has >= share else [f"required: {name} {share:.1%} of the FLOPs, got {has:.1%}"]

@@ -246,16 +246,6 @@ class Diff:
     def __str__(self) -> str:
         return f"{self.said}\n\n{self.table()}"
 
-    def amplifiers(self, most: int = 5) -> list[tuple[Place, float]]:
-        """The places whose results differ more than their operands, in relative terms, with
-        the factor, the largest first; at most `most` of them."""
-        factors = []
-        for place in self.places:
-            before = max(place.inputs.values(), default=0.0)
-            if 0 < before < place.result:
-                factors.append((place, place.result / before))
-        return sorted(factors, key=lambda one: -one[1])[:most]
-
     def table(self, around: int | None = 6) -> str:
         """The places around the first one, or all."""
         start = 0 if around is None else max(self._at - around, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +18,9 @@ from ...optim import SGD
 from ...recipes import Recipe
 from ..audit import Audit
 from ..layers import why_not_matrices
-from ..passes import entry_point, restored, scalar_loss
+from ..passes import restored, scalar_loss
 from ..writers import Progress
-from .program import QUANTITIES, Assignment, Hardware, Program, choose, costs, parse
+from .program import QUANTITIES, Assignment, Program, choose, costs
 from .result import Plan, convertible, joined, limits_text, prediction
 from .sensitivity import Sensitivities, Training, unplanned_flops
 
@@ -40,29 +39,27 @@ def plan(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 1000,
-    hardware: str | Hardware | None = None,
     passes: int = 60,
     progress: Callable[[int, int], object] | None = None,
 ) -> Plan:
     """Choose a format for each product of each layer, such that a budget is kept.
 
     budget: limits, of some of "loss", how much it may grow by, of which half is left for what the
-    prediction is off by; "time", of all products of a step, also of those that are not planned, and
-    of casts, as a part of that of bf16; "memory", what the planned layers keep for the backward
-    pass, as a part of the same in bf16. With a limit of the loss the time is the least
-    possible, otherwise the loss is. formats: recipes to choose from, and bf16. hardware: "h100",
-    "h200", "b200", "a100" or "rtx4090", whose rates and bandwidth make the time, and which leave
-    out formats that they have no instructions for; None: a product of half the bits takes half the
-    time.
+    prediction is off by; "time", of all products of a step, also of those that are not planned, as
+    a part of that of bf16, where a product of half the bits takes half the time; "memory", what the
+    planned layers keep for the backward pass, as a part of the same in bf16. With a limit of the
+    loss the time is the least possible, otherwise the loss is. formats: recipes to choose from, and
+    bf16.
 
     model: as it is trained; layers of mixprec compute as torch's while they are measured. batches:
-    as `mixprec.compare` takes them, of which the first 8 are read. loss: a function of the model's
-    output; None: the output, or its `loss`. optimizer: whose learning rate and kind decide what an
-    error of a gradient does (torch's and mixprec's SGD; all others count as Adam); None: Adam with
-    1e-3. steps: how long the training is that the loss is predicted for. passes: the most forward
-    and backward passes, 4 or more: one a batch, the rest for layers, evenly chosen if there are
-    more. progress(done, total) is called after each; None: a line on stderr says it, where that is
-    a terminal.
+    a list, a DataLoader, or a function that returns an iterable, of which the first 8 are read; a
+    batch is a tuple or list of forward's arguments, a dict (or another mapping) of its keyword
+    arguments, or one tensor. loss: a function of the model's output; None: the output, or its
+    `loss`. optimizer: whose learning rate and kind decide what an error of a gradient does (torch's
+    and mixprec's SGD; all others count as Adam); None: Adam with 1e-3. steps: how long the training
+    is that the loss is predicted for. passes: the most forward and backward passes, 4 or more: one
+    a batch, the rest for layers, evenly chosen if there are more. progress(done, total) is called
+    after each; None: a line on stderr says it, where that is a terminal.
 
     Sensitivities are those of mixprec.diagnostics.plan.sensitivity, the integer program is solved
     exactly (scipy.optimize.milp). The model, its gradients, buffers and the random state are as
@@ -70,12 +67,11 @@ def plan(
     torch, experts) and convolutions that are not 1 x 1 are left out, and stay in bf16.
 
     ValueError: a budget that nothing keeps (with the least that would do), a loss that is not a
-    finite number, unknown hardware, no layer to plan.
+    finite number, no layer to plan.
     """
     checks.is_module("plan", model)
     limits = _budget(budget)
-    processor = parse(hardware)
-    recipes, left_out = choose(formats, processor)
+    recipes = choose(formats)
     if not isinstance(passes, int) or passes < 4:
         raise ValueError(f"plan: passes must be an int of 4 or more, got {passes!r}")
     # A third of the passes or more are for gradients of inputs.
@@ -85,9 +81,8 @@ def plan(
     if not taken:
         raise ValueError("plan: batches must have at least one")
     layers = convertible(model)
-    reasons = {name: reason for name, m in layers.items() if (reason := why_not_matrices(m))}
-    left_out |= reasons
-    layers = {name: module for name, module in layers.items() if name not in reasons}
+    left_out = {name: why for name, m in layers.items() if (why := why_not_matrices(m))}
+    layers = {name: module for name, module in layers.items() if name not in left_out}
     if not layers:
         raise ValueError("plan: there is no layer to plan: nn.Linear, or a 1 x 1 convolution")
 
@@ -114,11 +109,10 @@ def plan(
     if not measured:
         raise ValueError("plan: no layer ran with a gradient")
     measured = {name: measured[name] for name in layers if name in measured}
-    prices = {name: costs(layer, recipes, processor) for name, layer in measured.items()}
+    prices = {name: costs(layer, recipes) for name, layer in measured.items()}
     program = Program({name: layer.harm for name, layer in measured.items()}, prices)
     bf16 = {name: program.value(name, program.uniform("bf16")) for name in QUANTITIES}
-    flops = unplanned_flops(audit, measured)
-    rest = {"flops": flops, "time": flops / processor.rates[16]}
+    rest = unplanned_flops(audit, measured)
     chosen = _solve(program, limits, bf16, rest)
     return Plan(
         recipes={name: joined(products) for name, products in chosen.items()},
@@ -127,7 +121,6 @@ def plan(
         predicted=prediction(program, chosen, bf16, rest),
         bf16=bf16,
         rest=rest,
-        hardware=processor.name,
         left_out=left_out,
         measured={
             name: {
@@ -163,10 +156,10 @@ def _solve(
     program: Program,
     limits: Mapping[str, float],
     bf16: Mapping[str, float],
-    rest: Mapping[str, float],
+    rest: float,
 ) -> Assignment:
-    units = dict(bf16) | {"loss": 1.0 / _MARGIN, "time": bf16["time"] + rest["time"]}
-    fixed = {"time": rest["time"]}
+    units = dict(bf16) | {"loss": 1.0 / _MARGIN, "time": bf16["time"] + rest}
+    fixed = {"time": rest}
     absolute = {name: v * units[name] - fixed.get(name, 0.0) for name, v in limits.items()}
     first = ("time", "loss") if "loss" in limits else ("loss", "time")
     assignment = program.solve((*first, "memory"), absolute)
@@ -178,46 +171,9 @@ def _solve(
         if least is not None:
             value = program.value(name, least) + fixed.get(name, 0.0)
             said.append(f"{name} {value / (units[name] or 1.0):.4g}")
-    share = rest["time"] / (units["time"] or 1.0) if "time" in limits else 0.0
+    share = rest / (units["time"] or 1.0) if "time" in limits else 0.0
     raise ValueError(
         f"plan: no assignment keeps {limits_text(limits)}"
         + (f": with the others kept, the least is {' or '.join(said)}" if said else "")
         + (f"; {share:.1%} of the time is of products that are not planned" if share else "")
     )
-
-
-_EPILOG = (
-    "MODULE is imported as Python does, first from the current directory. FUNCTION returns (model, "
-    "batches), or (model, batches, loss): the arguments of mixprec.plan."
-)
-_HELP = {
-    "loss": "by how much it may grow",
-    "time": "of products and casts, as a part of that in bf16",
-    "memory": "kept for backward, as a part of that in bf16",
-}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mixprec plan", epilog=_EPILOG)
-    parser.add_argument("make", metavar="MODULE:FUNCTION")
-    for name in QUANTITIES:
-        parser.add_argument(f"--{name}", type=float, metavar="LIMIT", help=_HELP[name])
-    parser.add_argument("--hardware", help="such as h200: its rates, and the formats that it has")
-    parser.add_argument("--formats", nargs="+", metavar="RECIPE", help="to choose from")
-    parser.add_argument("--steps", type=int, default=1000, help="of the training that is planned")
-    parser.add_argument("--json", metavar="PATH", help="write the plan, for Plan.load")
-    given = parser.parse_args(arguments)
-    budget = {name: v for name in QUANTITIES if (v := getattr(given, name)) is not None}
-    formats = {"formats": given.formats} if given.formats else {}
-    try:
-        model, batches, *loss = entry_point(given.make)
-        result = plan(
-            model, batches, budget=budget, loss=loss[0] if loss else None, steps=given.steps,
-            hardware=given.hardware, **formats,
-        )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
-    print(result)
-    if given.json:
-        result.save(given.json)
-    return 0

@@ -17,7 +17,6 @@ from ...nn._layer import Layer as Converted
 from ...nn.convert import convert
 from ...nn.kinds import adapters, layer_for
 from ...recipes import GEMMS, PREFIXES, Recipe
-from .. import plotting
 from ..writers import aligned, layer_name, prefixed
 from .program import QUANTITIES, Assignment, Costs, Program
 
@@ -29,9 +28,9 @@ class Plan:
     recipes: by layer, as `mixprec.convert` takes them; shapes: of their weights; budget: what
     was asked for; predicted: "loss", how much it grows over the planned training, "time" of all
     products, as a part of that in bf16, and "memory" of the planned layers, as a part of the same;
-    bf16: these of the planned layers in bf16; rest: "flops" and "time" of the products of a step
-    that are not planned and stay in bf16; left_out: layers and formats that were not planned, and
-    why; measured: by layer and product, what the plan was made of.
+    bf16: these of the planned layers in bf16; rest: FLOPs of the products of a step that are not
+    planned and stay in bf16; left_out: layers that were not planned, and why; measured: by layer
+    and product, what the plan was made of.
     """
 
     recipes: dict[str, str]
@@ -39,15 +38,9 @@ class Plan:
     budget: dict[str, float]
     predicted: dict[str, float]
     bf16: dict[str, float]
-    rest: dict[str, float]
-    hardware: str
+    rest: int
     left_out: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What `mixprec.compare` calls it."""
-        return f"plan, {limits_text(self.budget)}"
 
     def apply(
         self, model: nn.Module, *, saved: Bits | None = None, fuse: bool = False
@@ -100,7 +93,7 @@ class Plan:
     def _flops(self) -> tuple[int, int]:
         """Of the planned products of a step, and of all."""
         planned = sum(row["flops"] * len(row["harm"]) for row in self.measured.values())
-        return planned, planned + int(self.rest["flops"])
+        return planned, planned + self.rest
 
     def table(self) -> str:
         """A line for each layer: the recipes of its products, its part of the loss and of the
@@ -126,7 +119,7 @@ class Plan:
                 names = ", ".join(map(repr, self.measured))
                 raise ValueError(f"Plan.why: layer must be one of {names}, got {layer!r}")
             return f"{layer} is left out: {reason}"
-        row, total = self.measured[layer], self.bf16["time"] + self.rest["time"] or 1.0
+        row, total = self.measured[layer], self.bf16["time"] + self.rest or 1.0
         lines = []
         for product, recipe in self.assignment()[layer].items():
             harm, time = row["harm"][product], row["costs"]["product"][product]
@@ -143,48 +136,19 @@ class Plan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        at = f" on {self.hardware}" if self.hardware else ", counted in FLOPs of bf16"
         planned, total = map(prefixed, self._flops())
         lines = [
             f"plan for {limits_text(self.budget)}: loss +{self.predicted['loss']:.4g} (bf16 "
-            f"+{self.bf16['loss']:.4g}), time {self.predicted['time']:.3f} of bf16's{at}, memory "
-            f"{self.predicted['memory']:.3f} of what these layers keep in bf16; {planned} of "
-            f"{total}FLOP are planned",
+            f"+{self.bf16['loss']:.4g}), time {self.predicted['time']:.3f} of bf16's, counted in "
+            f"FLOPs of bf16, memory {self.predicted['memory']:.3f} of what these layers keep in "
+            f"bf16; {planned} of {total}FLOP are planned",
             *(f"left out: {name}: {reason}" for name, reason in self.left_out.items()),
         ]
         return "\n".join([*lines, "", self.table()])
 
-    def front(self, points: int = 16) -> list[tuple[float, float]]:
-        """(time, loss): the smallest loss that is predicted for each time, from the shortest to
-        that of bf16, without other limits."""
-        program, total, rest = self.program(), self.bf16["time"], self.rest["time"]
-        fastest = program.solve(["time", "loss"], {})
-        assert fastest is not None, "without limits"
-        least, losses = program.value("time", fastest), dict[float, float]()
-        for i in range(points):
-            limit = least + (total - least) * i / (points - 1)
-            best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
-            if best is not None:
-                share = (program.value("time", best) + rest) / (total + rest)
-                losses[share] = program.value("loss", best)
-        return sorted(losses.items())
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
-        PDF file. ImportError without matplotlib."""
-        program = self.program()
-        names = next(iter(next(iter(self.measured.values()))["harm"].values()))
-        points = {}
-        for name in names:
-            values = prediction(program, program.uniform(name), self.bf16, self.rest)
-            points[name] = values["time"], values["loss"]
-        points["plan"] = self.predicted["time"], self.predicted["loss"]
-        unit = f" on {self.hardware}" if self.hardware else ""
-        plotting.save(plotting.plot_plan(self.front(), points, unit), path)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON. `recipes` may be edited."""
-        Path(path).write_text(json.dumps({"version": 2, **asdict(self)}, indent=1))
+        Path(path).write_text(json.dumps({"version": 3, **asdict(self)}, indent=1))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -196,9 +160,9 @@ class Plan:
         except json.JSONDecodeError as error:
             raise ValueError(f"Plan.load: {path} must be JSON: {error}") from error
         names = {field.name for field in fields(Plan)}
-        valid = isinstance(content, dict) and content.pop("version", None) == 2
+        valid = isinstance(content, dict) and content.pop("version", None) == 3
         if not valid or content.keys() != names:
-            raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 2")
+            raise ValueError(f"Plan.load: {path} must be a file of Plan.save, of version 3")
         plan = Plan(**content)
         if unknown := plan.recipes.keys() - plan.shapes.keys() - plan.left_out.keys():
             raise ValueError(f"Plan.load: there was no layer {min(unknown)!r} in the planned model")
@@ -232,11 +196,11 @@ def joined(products: Mapping[str, str]) -> str:
 
 
 def prediction(
-    program: Program, assignment: Assignment, bf16: Mapping[str, float], rest: Mapping[str, float]
+    program: Program, assignment: Assignment, bf16: Mapping[str, float], rest: float
 ) -> dict[str, float]:
     loss, time, memory = (program.value(name, assignment) for name in QUANTITIES)
     return {
         "loss": loss,
-        "time": (time + rest["time"]) / ((bf16["time"] + rest["time"]) or 1.0),
+        "time": (time + rest) / ((bf16["time"] + rest) or 1.0),
         "memory": memory / (bf16["memory"] or 1.0),
     }

@@ -40,7 +40,7 @@ _CHECKED = 4  # batches whose loss is measured with a format in all layers
 
 @dataclass
 class Layer:
-    """Of a layer, in all batches: flops of each product; the numbers of elements of x, w and y; by
+    """Of a layer, in all batches: flops of each product; the numbers of elements of x and w; by
     product and recipe, harm, the mean growth of the loss, and first, the first-order term of
     forward's alone; reach: of a gradient of the input that is off by as much as it is large."""
 
@@ -49,7 +49,6 @@ class Layer:
     flops: int = 0
     x: int = 0
     w: int = 0
-    y: int = 0
     harm: dict[str, dict[str, float]] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     off: dict[str, float] = field(default_factory=dict)  # grad_input's squared error, relative
@@ -146,7 +145,6 @@ class Sensitivities:
         self._order[layer.name] = None
         layer.flops += m.flops // batches
         layer.x += m.x.numel() // batches
-        layer.y += m.g.numel() // batches
         layer.w = m.w.numel()
         for product in products:
             exact = m.product(product, None)
