@@ -256,6 +256,7 @@ setup(
     package_dir=packages,
     package_data={
         "mixprec": ["py.typed"],
+        "mixprec.diagnostics.audit": ["page.html"],
         "mixprec.ops._dispatch": ["gemm_table.json"],
     },
     ext_modules=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
+from mixprec.diagnostics.audit import render
 from mixprec.diagnostics.audit.records import accumulation, bits
 from mixprec.diagnostics.writers import prefixed
 
@@ -470,3 +472,29 @@ def test_mxfp8_by_its_name_with_eight_bits_and_no_recipe_without_a_name() -> Non
     with mixprec.audit(model) as nothing:
         pass
     assert str(nothing) == "no products"
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Each op is a row, and modules are where they are in the model; names are escaped."""
+    model = nn.ModuleDict({"a<b": mlp()})
+    model.forward = model["a<b"].forward
+    with mixprec.audit(model) as audit:
+        square(model["a<b"](X)).backward()
+        (X @ X.t()).sum()
+    audit.save_html(tmp_path / "page.html", "Of <this>")
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>Of &lt;this&gt;</title>" in text
+    assert "a<b" not in text
+    shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
+    assert len(shown) == len(audit.ops)
+    assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
+    root = render.tree(audit.ops, model)
+    assert root.children["model"].children["a<b"].total == sum(
+        op.flops for op in audit.ops if op.module is not None
+    )
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert not re.search(r"<(link|iframe|img|object|embed)|\b(src|href|data)=|url\(|@import", text)
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(", text)
+    assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
+        "#d94801", "#238b45", "#74c476", "#969696",
+    ]  # fmt: skip

@@ -133,6 +133,16 @@ class Audit:
             "points": [vars(point) for point in self.points],
         }
 
+    def save_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Write a page with the findings, a tree of modules and a table to sort and filter: one
+        file, which needs no network."""
+        name = title or f"Audit of {type(self._model).__name__}"
+        page = render.html(
+            self.ops, self._model, name, findings=self.findings, notes=self.notes,
+            has_losses=bool(self.points),
+        )  # fmt: skip
+        Path(path).write_text(page, encoding="utf-8")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, with null for NaN and Inf."""
         content = finite(self.to_dict())
