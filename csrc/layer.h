@@ -138,6 +138,8 @@ struct LayerPass {
     STD_TORCH_CHECK(g.dim() == 2, "linear: g must be [M, N]");
     RoleCast how_x = call.role(Role::x), how_w = call.role(Role::w), how_g = call.role(Role::g);
     MaybeTensor grad_x, grad_w, grad_bias;
+    // What is written comes last: a call that fails has changed nothing, but for an amax.
+    if (bias_type) grad_bias = device.sum_of_rows(g, *bias_type);
     if (x.data || w.data) {
       Delayed delayed = {scale, amax, 1};
       Stored of_g = {g, {}, {}};
@@ -160,7 +162,6 @@ struct LayerPass {
         }
       }
     }
-    if (bias_type) grad_bias = device.sum_of_rows(g, *bias_type);
     return {grad_x, grad_w, grad_bias};
   }
 

@@ -83,14 +83,17 @@ class Fused(torch.autograd.Function):
             kept, use_t = products[i].quantized_weight, grad_enabled and passes[i]
             if its is not None:
                 args = x.matrix, weights[i], its, kept, biases[i], recipe, dtype, use_t
-                y, w = _in_one_call.product(*args)
-            else:
-                w = kept or operands.cast(
-                    weights[i], "w", recipe, None, use_t=use_t, record=grad_enabled
-                )
-                y = gemms[i].forward(x.matrix, w.matrix, biases[i], dtype)
+                try:
+                    y, w = _in_one_call.product(*args)
+                    qw.append(w)
+                    return y
+                except RuntimeError:
+                    pass  # what is wrong is said below
+            w = kept or operands.cast(
+                weights[i], "w", recipe, None, use_t=use_t, record=grad_enabled
+            )
             qw.append(w)
-            return y
+            return gemms[i].forward(x.matrix, w.matrix, biases[i], dtype)
 
         outputs = [multiply(qx, low if act else out_dtype) for _ in first]
         qa, hidden = None, []
@@ -146,16 +149,17 @@ class Fused(torch.autograd.Function):
         qgs: list[Operand | None] = []
         if act:
             g, last = grads[0], products[-1]
-            may_be_one = ctx.its is not None and g is not None
-            if g is None:
-                qgs = [None] * len(first)
-            elif may_be_one and need_h and _in_one_call.may_run(ctx.its, g, last.main_grad):
-                like = ctx.like_w[-1]
-                g_a, *grad_wb[-2:] = _in_one_call.gradients(
-                    g, kept[1], kept[-1], last, recipe, ctx.its, ctx.low, like.dtype,
+            one, like = None, ctx.like_w[-1]
+            its = ctx.its if need_h else None
+            if g is not None and its is not None and _in_one_call.may_run(its, g, last.main_grad):
+                one = _in_one_call.gradients(
+                    g, kept[1], kept[-1], last, recipe, its, ctx.low, like.dtype,
                     ctx.bias_dtypes[-1] if need_bias[-1] else None, like.by_columns,
                 )  # fmt: skip
-                assert g_a is not None, "need_h"
+            if g is None:
+                qgs = [None] * len(first)
+            elif one is not None:
+                g_a, *grad_wb[-2:] = one
                 qgs = _before_activation(ctx, g_a, hidden, first, grad_wb)
             else:
                 qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
@@ -229,7 +233,7 @@ def _operand_of_x(
 
 def _before_activation(
     ctx: Any,
-    g: torch.Tensor,
+    g: Any,
     hidden: Sequence[torch.Tensor],
     first: Sequence[Product],
     grad_wb: list[torch.Tensor | None],

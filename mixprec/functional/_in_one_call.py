@@ -1,6 +1,7 @@
 """A linear layer whose forward pass is one call of C++, and whose backward pass is another.
 
-The same bits, errors and saved memory as op by op (`_linear`), which `use_backend("cpp")` asks for.
+The same bits and saved memory as op by op (`_linear`), which `use_backend("cpp")` asks for. A call
+that fails, before it has written anything, runs op by op once more, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from .._modes import nor_below
 from ..memory.running import keep_as_is, running
 from ..ops import linear_pass
 from ..ops._dispatch import simulation
-from ..ops.gemm import check_result
 from ..ops.linear_pass import Kernels
 from ..recipes import Recipe
 from . import _products, operands
@@ -103,14 +103,10 @@ class _Linear(torch.autograd.Function):
             *(bias, scale, amax, recipe.code, its.choice, its.k_major, use_x_t, use_w_t, out_dtype),
         )
         forward = linear_pass.linear_forward
-        try:
-            if x.is_cpu:
-                y, *made = forward(*args)
-            else:
-                y, *made = linear_pass.run_on_gpu(forward, its, recipe, *args)
-        except RuntimeError:
-            check_result(bias, out_dtype, weight.shape[0], x)  # which says what is wrong
-            raise
+        if x.is_cpu:
+            y, *made = forward(*args)
+        else:
+            y, *made = linear_pass.run_on_gpu(forward, its, recipe, *args)
         if amax is not None:
             torch.autograd.graph.increment_version(amax)
         if keep is not None and qx is None:
@@ -135,7 +131,7 @@ class _Linear(torch.autograd.Function):
         if context.op is not None:
             keep_as_is(*saved[1:])
         ctx.save_for_backward(*saved)
-        if x.dim() == 2:
+        if x.dim() == 2 and qw is None:  # one that is given may be another weight's
             return y
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
@@ -144,13 +140,15 @@ class _Linear(torch.autograd.Function):
     @nor_below
     def backward(ctx: Any, g: torch.Tensor) -> Tensors:
         its, product = ctx.its, ctx.product
-        if torch.is_grad_enabled() or not may_run(its, g, product.main_grad):
-            return *ctx.op_by_op(_OpByOp(ctx), g), *[None] * 6
-        saved = ctx.saved_tensors
-        grads = gradients(
-            g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
-            ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
-        )  # fmt: skip
+        saved, grads = None, None
+        if not torch.is_grad_enabled() and may_run(its, g, product.main_grad):
+            saved = ctx.saved_tensors
+            grads = gradients(
+                g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
+                ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
+            )  # fmt: skip
+        if grads is None:
+            return *ctx.op_by_op(_OpByOp(ctx, saved), g), *[None] * 6
         grad_x = grads[0]
         if grad_x is not None and g.dim() != 2:
             grad_x = grad_x.view(ctx.x_shape)
@@ -168,9 +166,10 @@ def gradients(
     w_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     by_columns: bool,
-) -> Tensors:
+) -> Tensors | None:
     """Those of x [M, K], weight and bias, from what was saved of x and of weight: three times None
-    for one whose operand is not needed. bias_dtype: None without a bias that needs one."""
+    for one whose operand is not needed. bias_dtype: None without a bias that needs one. None if the
+    call has failed."""
     delayed, main_grad = product.delayed, product.main_grad
     rows = g if g.dim() == 2 else g.flatten(0, -2)
     scale = amax = seed = None
@@ -185,10 +184,13 @@ def gradients(
         *(x_dtype, w_dtype, in_call, by_columns),
     )
     backward = linear_pass.linear_backward
-    if g.is_cpu:
-        grad_x, grad_w, grad_b = backward(*args)
-    else:
-        grad_x, grad_w, grad_b = linear_pass.run_on_gpu(backward, its, recipe, *args)
+    try:
+        if g.is_cpu:
+            grad_x, grad_w, grad_b = backward(*args)
+        else:
+            grad_x, grad_w, grad_b = linear_pass.run_on_gpu(backward, its, recipe, *args)
+    except RuntimeError:
+        return None
     written = [t for t in (None if x[0] is None else main_grad, amax) if t is not None]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -230,13 +232,13 @@ class _OpByOp:
 
     backend, simulated, twice = None, None, False
 
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Any, saved: Any) -> None:
+        self._ctx, self._saved = ctx, saved  # which torch's checkpoint allows to be read once
         self.like_w = _products.WeightLike(ctx.w_dtype, ctx.by_columns)
 
     @property
     def saved_tensors(self) -> Any:
-        return *self._ctx.saved_tensors, *_NOTHING
+        return *(self._ctx.saved_tensors if self._saved is None else self._saved), *_NOTHING
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)

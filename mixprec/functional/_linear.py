@@ -161,14 +161,14 @@ def run_linear(
     """`linear`, for arguments that have been checked."""
     clip = recipe.clip_activations and clips(recipe, out_dtype)
     dtype, grad_enabled = torch.float32 if clip else out_dtype, torch.is_grad_enabled()
+    args, y = (x, weight, bias, product, recipe, dtype, grad_enabled), None
     if (its := _in_one_call.kernels(x, weight, bias, recipe, dtype)) is not None:
-        args = x, weight, bias, product, recipe, dtype, grad_enabled
-        y = _in_one_call.linear(*args, its, gradients)
-    else:
-        y = apply(
-            *("linear", _Linear, x, weight, bias, product, recipe, dtype, grad_enabled),
-            simulation.current(),
-        )
+        try:
+            y = _in_one_call.linear(*args, its, gradients)
+        except RuntimeError:
+            y = None
+    if y is None:
+        y = apply("linear", _Linear, *args, simulation.current())
     return saturate(y, clipped) if clip else y
 
 
@@ -221,6 +221,8 @@ def linear(
     check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
     check_outliers("linear", recipe, outliers, weight.shape[1], x.device)
+    if quantized_weight is not None and x.requires_grad and torch.is_grad_enabled():
+        operands.check_transpose("linear", quantized_weight, recipe)
     main_grad, kept = main_grad_of("linear", weight), delayed if recipe.is_delayed else None
     product = Product(main_grad, kept, quantized_weight, name, outliers)
     return run_linear(x, weight, bias, product, recipe, out_dtype, clipped)

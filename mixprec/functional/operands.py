@@ -19,7 +19,7 @@ from ..ops._dispatch.scaled_mm import reads_swizzled
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE, hadamard
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
-from ..recipes import DELAYED_ROLES, Recipe
+from ..recipes import BLOCKS, DELAYED_ROLES, Recipe
 
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
 _SEPARATE_TRANSPOSE_SCALES = ("row", "block1x128", "mx")  # the transpose has other scales
@@ -65,6 +65,15 @@ class Operand(NamedTuple):
     def for_backward(self) -> Matrix:
         """What a layer saves, for `transposed`."""
         return self.matrix if self.own_t is None else self.own_t
+
+
+def check_transpose(op: str, weight: Operand, recipe: Recipe) -> None:
+    """ValueError for a quantized_weight without the transpose that grad_input reads."""
+    if weight.own_t is None and recipe.w_granularity in (*_SEPARATE_TRANSPOSE_SCALES, *BLOCKS):
+        raise ValueError(
+            f"{op}: quantized_weight must have been cast with use_t=True: in {recipe.name} the "
+            "transpose, which the gradient of x reads, has scales of its own"
+        )
 
 
 def transposed(saved: Matrix, is_own: bool) -> Matrix:

@@ -59,10 +59,10 @@ def _check_operands(op: str, operands: Operands) -> tuple[int, int]:
 
 def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     _, n = _check_operands("gemm", operands)
-    check_result(bias, out_dtype, n, operands.a)
+    _check_result(bias, out_dtype, n, operands.a)
 
 
-def check_result(
+def _check_result(
     bias: torch.Tensor | None, out_dtype: torch.dtype, n: int, a: torch.Tensor
 ) -> None:
     checks.is_float("gemm", "out_dtype", out_dtype)
@@ -280,7 +280,7 @@ def gemm(
     if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
         checks.needs_no_grad("gemm", "use mixprec.functional.linear", bias)
         out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
-        check_result(bias, out_dtype, b.shape[1], both[0].data)
+        _check_result(bias, out_dtype, b.shape[1], both[0].data)
         return run_blocks(*both, bias, out_dtype, fast_accum, simulation.current())
     operands = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
     hint, dtype = "use mixprec.functional.matmul or linear", operands.a.dtype
