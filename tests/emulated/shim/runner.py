@@ -98,7 +98,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def instrumented() -> Path:
-    """The kernels with a call at each access: of ThreadSanitizer, or of counting.cpp."""
+    """The kernels with a call of ThreadSanitizer at each access."""
     words = ["-O2", "-g1", "-fsanitize=thread", "-fno-sanitize-recover=all"]
     return compile_([*words, "-c", HERE / "sanitized.cpp"], ".o")
 
