@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, the demo: its data, model, conditions for success, and error handling."""
+"""examples/train_gpt.py, the demo: its runs and its error handling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.diagnostics.report import Report, Row
+from mixprec.diagnostics.report import Report
 
 TINY = ["--layers=1", "--width=64", "--context=32", "--batch=8", "--lr=1e-2"]
 BLOCK_LINEARS = [
@@ -128,65 +128,3 @@ def test_failures_are_reported_and_the_other_precisions_run(
     assert problems[1].startswith("fp8: forward of blocks.0.mlp.1 should have run as")
     printed = capsys.readouterr().err.splitlines()
     assert [f"failed: {p}" for p in problems] == [p for p in printed if p.startswith("failed")]
-
-
-def test_every_condition_of_success(demo: ModuleType) -> None:
-    unigram = "fp8 reached 3.010 bits per byte, which is not 25% below the 4.000 of single bytes"
-    for fp32, fp8, status, problems in (
-        (2.9, 2.95, "complete", []),
-        (2.9, 2.97, "complete", ["fp8 is +2.41% from fp32, more than 2%"]),
-        (2.9, 2.83, "complete", ["fp8 is -2.41% from fp32, more than 2%"]),
-        (2.99, 3.01, "complete", [unigram]),
-        (2.9, math.nan, "complete", ["fp8 has no finite validation loss"]),
-        (2.9, 2.9, "diverged", ["fp8 diverged"]),
-    ):
-        rows = [Row("fp32", "complete", fp32 * math.log(2)), Row("fp8", status, fp8 * math.log(2))]
-        assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == problems
-
-    rows = [Row("fp32", data=[1, 2, 3]), Row("fp8", data=[1, 7, 3])]
-    for row in rows:
-        row.status, row.seconds = "complete", [0.1] * 3
-    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
-    rows[1].reseeded = True
-    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == []
-
-
-def test_few_steps_end_well(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:
-    """Nobody expects them to have taught much; a loss that is not finite is still a failure."""
-    for steps in (1, 3):
-        assert demo.main([*TINY, f"--steps={steps}", f"--text={text}", f"--out={tmp_path}"]) == 0
-        out, err = capsys.readouterr()
-        assert out.splitlines()[-1].endswith("losses are judged after 320 steps or more")
-        assert "failed" not in err
-    rows = [Row("fp32", "complete", 9.0), Row("fp8", "complete", 3.0), Row("bf16", "complete")]
-    rows[2].validation_loss = math.inf
-    found = demo.problems(Report(rows=rows), [], 4.0, None)
-    assert found == ["bf16 has no finite validation loss"]
-
-
-def test_the_text_and_its_batches(demo: ModuleType) -> None:
-    import gpt_data
-
-    library = gpt_data.load(None, 128)
-    # Whole files are held out: no long piece of them is in the training text.
-    piece = bytes(library.validation[5000:5400].numpy())
-    assert piece not in bytes(library.train.numpy())
-    batches = gpt_data.Batches(torch.arange(250).byte(), batch=3, context=8, count=40, seed=7)
-    assert all(torch.equal(y, x + 1) for x, y in batches), "the target is the next byte"
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, batches, strict=True))
-
-
-def test_the_model_is_causal(demo: ModuleType) -> None:
-    from gpt_model import GPT, GPTConfig
-
-    model = GPT(GPTConfig(layers=2, width=64, heads=2, context=16))
-    for block in model.blocks:  # zero at the start: then no position would see another
-        torch.nn.init.normal_(block.attention.proj.weight, std=0.1)
-        torch.nn.init.normal_(block.mlp[-1].weight, std=0.1)
-    tokens = torch.randint(0, 256, (1, 16))
-    changed = tokens.clone()
-    changed[0, 3] ^= 1
-    logits: list[torch.Tensor] = []
-    model.head.register_forward_hook(lambda module, inputs, out: logits.append(out))
-    model(tokens, tokens), model(changed, changed)
-    assert (logits[1] != logits[0]).any(-1)[0].tolist() == [False] * 3 + [True] * 13
