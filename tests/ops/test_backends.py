@@ -115,6 +115,9 @@ def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch
     assert "built for 8.0, 9.0a, 12.0+PTX, and this GPU is 7.5" in reason
     gpu.setattr(library, "capability", lambda index: None)  # torch sees no GPU: nothing to refuse
     assert OPS["amax"].backend("cuda", 1) == "cuda"
+    gpu.setattr(library, "capability", capabilities.__getitem__)
+    gpu.setattr(library, "driver", lambda: 12000)  # without large arguments of kernels
+    assert OPS["quantize"].backend("cuda", 0) == "triton"
 
 
 def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) -> None:
@@ -212,6 +215,18 @@ def test_strict_disable_and_a_capture_without_warm_up(gpu: pytest.MonkeyPatch) -
     gpu.setenv("MIXPREC_STRICT", "1")
     with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*differ"):
         OPS["quantize"].choose("cuda", 0)
+
+
+def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not backends.can_compare()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends.can_compare()
+    with torch._subclasses.FakeTensorMode():
+        assert not backends.can_compare()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not backends.can_compare()
 
 
 def test_an_allocation_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

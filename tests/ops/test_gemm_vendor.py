@@ -71,6 +71,9 @@ def test_what_a_gpu_is_too_old_for() -> None:
     assert gemm_table.cuda_why_not(args, (9, 0)) is None
     too_old = str(gemm_table.cuda_why_not(args, (8, 0)))
     assert "for compute capability 9.0 (Hopper), this GPU is 8.0" in too_old
+    args = gemm_op.Args(*BLOCKS["1x128"])
+    args = args._replace(a=args.a.half(), b=args.b.half())
+    assert "FP8 operands only" in str(gemm_table.cuda_why_not(args, (9, 0)))
 
 
 def test_accumulate_is_the_fp32_product_added(monkeypatch: pytest.MonkeyPatch) -> None:
