@@ -24,11 +24,7 @@ from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
 NOTHING = "Nothing has been measured on a GPU yet."
-_BUILD_HEADER = (
-    *("kernel", "instances", "registers", "shared memory", "spilled"),
-    "instructions an element",
-)
-_BYTES_HEADER = ("", "launches", "read", "written", "bytes an element", "loaded again")
+_BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
 
 
 def bench(content: dict[str, Any]) -> str:
@@ -206,34 +202,17 @@ def _span(low: float, high: float) -> str:
 
 
 def build(root: Path, source: str) -> str:
-    """What the compiler made of the kernels of one file, over all GPU generations. Instructions an
-    element, of tests/emulated/build_check/loops.py, if a kernel of the file has such a loop."""
+    """What the compiler made of the kernels of one file, over all GPU generations."""
     report = results.read_json(root / results.RESULTS / "cuda_build.json")
     body: list[tuple[str, ...]] = []
     for kernel in report["kernels"]:
         if kernel["source"] == source:
             shared, spilled = f"{kernel['shared']} B", f"{kernel['spilled']} B"
-            ways = kernel.get("instructions", {}).items()
-            counts = "; ".join(f"{way} {_span(*found)}".lstrip() for way, found in ways)
             numbers = (str(kernel["instances"]), _span(*kernel["registers"]))
-            body.append((kernel["name"], *numbers, shared, spilled, counts))
+            body.append((kernel["name"], *numbers, shared, spilled))
     if not body:
         raise results.ResultError(f"report: cuda_build.json has no kernel of {source}")
-    columns = len(_BUILD_HEADER) if any(line[-1] for line in body) else -1
-    return table.markdown(_BUILD_HEADER[:columns], [line[:columns] for line in body])
-
-
-def kernel_bytes(root: Path, of: str) -> str:
-    """The bytes that the CUDA kernels of one table move, as tests/emulated/shim counts them."""
-    rows = results.read_json(root / results.RESULTS / "kernel_bytes.json")["rows"]
-    body: list[tuple[str, ...]] = []
-    for row in (row for row in rows if row["table"] == of):
-        sums = (row["read"], row["written"], row["read"] + row["written"])
-        numbers = (f"{x:.2f}".removesuffix(".00") for x in (*sums, row["loaded"] - row["read"]))
-        body.append((row["name"], str(row["launches"]), *numbers))
-    if not body:
-        raise results.ResultError(f"report: kernel_bytes.json has no table {of}")
-    return table.markdown(_BYTES_HEADER, body)
+    return table.markdown(_BUILD_HEADER, body)
 
 
 def gpu_state(root: Path) -> str:
@@ -287,7 +266,6 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "memory": memory,
     "build": build,
     "format tables": format_tables,
-    "moved": kernel_bytes,
     "stats": stats,
 }
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..recipes import Recipe
 from ._dispatch import autocast, backends, gemm_vendor, library
 from ._reference import scale_layout
 from .gemm import gemm_accumulate_op, gemm_op
@@ -48,7 +47,7 @@ class Kernels(NamedTuple):
     accumulates: bool = True  # grad_weight may be added to main_grad
 
 
-def run_on_gpu(op: Callable[..., Any], its: Kernels, recipe: Recipe, *args: Any) -> Any:
+def run_on_gpu(op: Callable[..., Any], its: Kernels, recipe: Any, *args: Any) -> Any:
     """One of the two ops on a GPU, outside of torch.autocast."""
     with autocast.disabled("cuda"):
         try:
@@ -71,12 +70,12 @@ def kernels(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    recipe: Recipe,
+    recipe: Any,
     out_dtype: torch.dtype,
     k_major: bool,
 ) -> Kernels | None:
     """The kernels of a layer's passes, which `gemm` would choose one by one; None where there are
-    others: of Triton, or with a call of their own."""
+    others: of Triton, or with a call of their own. recipe: a `mixprec.Recipe`."""
     if x.is_cpu:
         return _CPU
     if not x.is_cuda or not _HAS_CUDA or recipe.is_block:
@@ -101,7 +100,7 @@ def _chosen(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    recipe: Recipe,
+    recipe: Any,
     out_dtype: torch.dtype,
     k_major: bool,
     m: int,

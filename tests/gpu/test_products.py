@@ -1,5 +1,5 @@
 """gemm and gemm_accumulate_ on a GPU, each variant alone: the tests of test_gemm_values.py, in
-graphs, on a side stream, and of more than 2^31 elements."""
+graphs, and of more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -59,27 +59,6 @@ def test_replays_in_a_graph(
             graph.replay()
             check_there(captured, product(a, b), f"replay of {m} {n} {k}")
             check_there(acc, product(a, b) + 1, f"replay of {m} {n} {k}, accumulated")
-    variant.finish()
-
-
-@formats
-def test_side_stream(variant: Variant, device: torch.device, only_cuda: None, pair: Pair) -> None:
-    m, n, k = (64, 96, 128) if FAKE_DEVICE else (512, 768, 1024)
-    a = integers((m, k), pair[0], 1)
-    b = transposed(integers((k, n), pair[1], 2))
-    # The comparison with the reference is on the default stream.
-    if variant(mixprec.gemm, a, b) is not None:
-        size = 256 if FAKE_DEVICE else 4096
-        source, stream = torch.ones(size, size, device=device), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for _ in range(20):
-                source = source @ source / size  # work that the op has to come after
-            # Ones, but only when that work is done.
-            late = (a.float() * source[:m, :k]).to(pair[0])
-            got = variant(mixprec.gemm, late, b, out_dtype=torch.float32)
-        stream.synchronize()
-        check_there(got, product(a, b), "side stream")
     variant.finish()
 
 

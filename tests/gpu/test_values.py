@@ -12,14 +12,21 @@ from emulated.values.test_mx_values import *  # noqa: F403
 from emulated.values.test_pack_values import *  # noqa: F403
 from emulated.values.test_scale_values import *  # noqa: F403
 from emulated.values.test_updates import *  # noqa: F403
-from on_gpu import agreement_on
+from on_gpu import FAKE_DEVICE
 
 from mixprec.ops._dispatch.op import OPS
 
 
 @pytest.fixture
 def agree(kernels: str, device: torch.device) -> Agreement:
-    return agreement_on(device)
+    """Of the kernels on the device, those of the backend in force, with the kernels of the CPU."""
+    return Agreement(
+        OPS.__getitem__,
+        lambda op: OPS[op].handle("cpp"),
+        device,
+        most=2**15 if FAKE_DEVICE else 2**21,
+        count=60 if FAKE_DEVICE else 2000,
+    )
 
 
 @pytest.mark.parametrize("op", OPS)

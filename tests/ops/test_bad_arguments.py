@@ -18,6 +18,7 @@ from mixprec import ops
 from mixprec.ops._dispatch.op import OPS
 
 WRONG: dict[str, Callable[[torch.Tensor], object]] = {
+    "must be a torch.Tensor, got NoneType": lambda x: None,
     "must be a torch.Tensor, got float": lambda x: 1.0,
     "must be a dense tensor": torch.Tensor.to_sparse,
     "must be on": lambda x: x.to("meta"),
@@ -41,13 +42,17 @@ def is_accepted(x: object, argument: str, before: torch.Tensor, owner: str) -> b
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_tensor_that_is_none_or_of_another_kind_is_named(backend: str, name: str) -> None:
-    """Each in turn, in a list the last: no tensor, sparse, on another device, of another dtype."""
+    """Each in turn, in a list the last: None, unless the schema says that it may be missing; no
+    tensor, sparse, on another device, of another dtype."""
     op = OPS[name]
+    kinds = [str(argument.type) for argument in op.handle()._schema.arguments]
     owner = op.arguments[op._owner]
     for i, argument in enumerate(op.arguments):
         for message, change in WRONG.items():
             args = list(arguments(name, dtype_of(name), "contiguous"))
             found = tensors(args[i])
+            if message.endswith("NoneType") and kinds[i] != "Tensor":
+                continue
             if not found or is_accepted(wrong := change(found[-1]), argument, found[-1], owner):
                 continue
             args[i] = [*found[:-1], wrong] if isinstance(args[i], list) else wrong
@@ -56,7 +61,9 @@ def test_a_tensor_that_is_none_or_of_another_kind_is_named(backend: str, name: s
             if message == "must be on":  # two that disagree: either is named
                 label, message = r"\w+", "must (be on|hold one)"
             error = ValueError if isinstance(wrong, torch.Tensor) else TypeError
-            said = rf"^{name.removesuffix('_simulated')}: (.* )?{label}(\[\d\])?( and b)? {message}"
+            said = (
+                rf"^{name.removesuffix('_simulated')}\w*: (.* )?{label}(\[\d\])?( and b)? {message}"
+            )
             with pytest.raises(error, match=said):
                 op(*args)
             with pytest.raises(Exception, match=r"\w"):  # of torch or ours, and no crash
@@ -69,6 +76,7 @@ def test_a_tensor_that_is_none_or_of_another_kind_is_named(backend: str, name: s
 X, HALF, K = torch.ones(3, 4), torch.ones(3, 4).half(), torch.ones(4)
 A, B, WIDE = HALF, torch.ones(4, 5).half(), torch.ones(200, 300).half()
 QUANTIZED = mixprec.quantize(HALF, "e4m3")
+MX = mixprec.quantize(HALF, "e2m1", granularity="mx")
 CODES, RANGES = torch.zeros(2, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.bfloat16)
 ACC, SHARED = torch.zeros(3, 5), torch.zeros(64)
 HALVES = SHARED.view(torch.float16)  # 128 of them in the same memory
@@ -131,9 +139,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ),  # 0, Inf in FP32
         ("quantize", {"scale": "big"}, "scale must be"),
         ("quantize", {"scale": True}, "scale must be a number or a tensor, got bool"),
-        ("quantize", {"scale": FLAG.double()}, "scale must hold one"),
         ("quantize", {"scale": K}, "scale must hold one float32"),
-        ("quantize", {"scale": ONE.to("meta")}, "scale must be on"),
         ("quantize", {"x": K, "transpose": True}, "transpose needs x of 2 or more"),
         ("quantize", {"x": K, "transpose": True, "granularity": "row"}, "transpose needs x of 2"),
         ("quantize", {"fmt": "fp16", "granularity": "row"}, 'be "tensor" for .*float16'),
@@ -204,13 +210,12 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("gemm", {"a_scale_inv": torch.ones(3, 2)}, r"a_scale_inv must .*\(3, 2\)"),
         ("gemm", {"a": WIDE, "b": WIDE.t(), "a_scale_inv": X[:1, :3]}, r"ceil\(M/128\).*\(2, 3\)"),
         ("gemm", {"a": WIDE, "b": WIDE.t(), "b_scale_inv": X[:2, :3]}, r"= \(3, 2\), .*\(2, 3"),
-        ("gemm", {"a_scale_inv": torch.ones(3, 1).double()}, "must have dtype float32"),
-        ("gemm", {"a_scale_inv": torch.ones(3, 1).to("meta")}, "a_scale_inv must be on"),
         ("gemm", {"b_scale_inv": NAN.expand(1, 5)}, "b_scale_inv must be positive and finite"),
         ("gemm", {"b_scale_inv": torch.tensor([[1.0, 2.0, 3.0, math.nan, 1.0]])}, "positive and f"),
-        ("gemm", {"a_scale_inv": FLAG.half()}, "a_scale_inv must hold one"),
         ("gemm", {"a": QUANTIZED, "b": QUANTIZED.t(), "a_scale_inv": 1.0}, "Quantized and brings"),
-        ("gemm_accumulate_", {"acc": ACC.half()}, "acc must have dtype float32, got torch.float16"),
+        ("gemm", {"a": MX, "b": MX.t(), "a_scale_inv": 1.0}, "Quantized and brings"),
+        ("gemm", {"a": MX, "b": MX}, "a .* and b .* must agree in K"),
+        ("gemm", {"a": MX, "b": QUANTIZED.t()}, "b must be bfloat16 or in a block format, as the"),
         ("gemm_accumulate_", {"acc": ACC.t()}, r"acc .*shape \[M, N\] = \(3, 5\), got \(5, 3\)"),
         ("gemm_accumulate_", {"acc": ACC[:, :1].expand(3, 5)}, "acc is written in place"),
         ("gemm_accumulate_", {"acc": ACC.as_strided((3, 5), (1, 1))}, "acc is written in place"),
@@ -225,6 +230,22 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             {"acc": SHARED[9:24].view(3, 5), "b": HALVES[:20].view(4, 5)},
             "b is read.*overlap",
         ),
+        *(
+            ("gemm_grouped", {"offs": torch.tensor(ends).int()}, f"offs must be {said}")
+            for ends, said in (
+                ([1, 0, 4], r"the ends .* S = 4, got \[1, 0, 4\]"),
+                ([1, 1, 5], "the ends"),
+                ([-1, 1, 4], "the ends"),
+                ([1, 4], r"\[E\], E = 3"),
+                ([[1, 1, 4]], r"\[E\]"),
+            )
+        ),
+        ("gemm_grouped", {"a": B.bfloat16()[0]}, r"a must be \[S, K\]"),
+        ("gemm_grouped", {"b": B.bfloat16()[0]}, r"b must be \[E, K, N\]"),
+        ("gemm_grouped", {"b": torch.ones(3, 5, 5).bfloat16()}, "a and b must agree in K"),
+        ("gemm_grouped", {"a_scale_inv": X[:1, :2]}, r"a_scale_inv must .* \[S, 1\] = \(4, 1\)"),
+        ("gemm_grouped", {"b_scale_inv": X[:1]}, r"b_scale_inv .* \[E, 1, N\] = \(3, 1, 5\)"),
+        ("gemm_grouped", {"out_dtype": torch.float64}, "out_dtype must be"),
         ("gemm_simulated", {"arch": "p100"}, "arch must be one of .*'v100'.*got 'p100'"),
         *(
             (op, changes, message)
@@ -242,7 +263,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             )
         ),
         ("act_quantize", {"kind": "tanh"}, 'one of "silu", .*tanh'),
-        ("act_quantize", {"up": HALF}, "up must have dtype float32, got"),
         ("act_quantize", {"up": K}, r"up must have shape.*\(3, 4\)"),
         ("act_backward", {"g": K}, "g must have shape"),
         ("act_backward", {"dtype": torch.float32, "granularity": "tensor"}, "float32"),
@@ -250,7 +270,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("norm_quantize", {"x": ONE}, "x must .*1 or more dimensions"),
         ("norm_quantize", {"weight": K[:3]}, r"weight .*= \(4,\), got \(3,\)"),
         ("norm_quantize", {"bias": X}, "bias must have shape"),
-        ("norm_quantize", {"residual": HALF}, "residual .*float32"),
         ("norm_quantize", {"residual": K}, "residual must have shape"),
         *(
             ("norm_backward", {name: K[:3]}, f"{name} must have shape")
@@ -259,7 +278,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("pack", {"bits": 3}, "bits must be 8, 4 or 2, got 3"),
         ("pack", {"seed": 2**63}, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
         ("pack", {"counter": 1.0}, "counter must be an int, got 1.0"),
-        ("pack", {"offset": FLAG}, "offset must have dtype int64"),
         ("pack", {"offset": COUNTERS}, r"offset must have shape one number = \(1,\), got \(3,\)"),
         ("unpack", {"bits": 5}, "bits must be 8, 4 or 2, got 5"),
         ("unpack", {"shape": (-3,)}, "shape must have no negative size"),
@@ -268,13 +286,11 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("unpack", {"ranges": RANGES[:0]}, r"ranges .*\(1, 2\), got \(0, 2"),
         ("unpack", {"dtype": torch.float64}, "dtype must be float32, .*float64"),
         ("attention", {"q": X}, "q must be"),
-        ("attention", {"k": torch.ones(2, 2, 7, 8).half()}, "k must have q's dtype"),
         ("attention", {"k": torch.ones(2, 3, 7, 8)}, "heads of q must be a multiple"),
         ("attention", {"k": torch.ones(2, 2, 7, 4)}, "k must have shape"),
         ("attention", {"v": torch.ones(2, 2, 6, 8)}, "v must have shape"),
         ("attention_backward", {"g": torch.ones(1, 4, 5, 8)}, "g must have shape"),
         ("attention_backward", {"logsumexp": torch.ones(1, 4, 5)}, "logsumexp must have shape"),
-        ("attention_backward", {"out": torch.ones(2, 4, 5, 8).half()}, "out must have dtype"),
         ("rotary", {"x": X}, "x must be"),
         ("rotary", {"x": torch.ones(2, 3, 5, 7)}, "x must be"),
         ("rotary", {"cos": X}, "cos must have shape"),
@@ -293,8 +309,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("clip_coef", {"max_norm": 0.0}, "max_norm must"),
         ("clip_coef", {"max_norm": math.nan}, "max_norm must"),
         ("update_scale_", {"scale": K}, "scale must hold one float32"),
-        ("update_scale_", {"growth_tracker": FLAG}, "growth_tracker must hold one int32"),
-        ("update_scale_", {"hysteresis_tracker": SEED}, "hysteresis_tracker must hold one int32"),
         ("update_scale_", {"found_inf": FLAG[:0]}, "found_inf must hold one float32"),
         ("update_scale_", {"counters": COUNTERS[:2]}, r"counters must have shape .* = \(3,\)"),
         *(
@@ -318,13 +332,10 @@ NOT_POSITIVE = "scale must be positive and finite, got"
                 ("params", [torch.ones(9).as_strided((2, 3), (1, 1))], r"params\[0\] is wr"),
                 ("grads", [T, T], r"grads must have one tensor per param \(1\), got 2"),
                 ("grads", [T[:2]], r"grads\[0\] must have shape"),
-                ("grads", [T.double()], r"grads\[0\] must have dtype .*float64"),
                 ("state", [T, T], r"STATE must have one tensor per param \(1\), got 2"),
                 ("state", T, "STATE must be a list of tensors, got Tensor"),
-                ("state", [T.half()], r"STATE\[0\] must have dtype float32"),
                 ("state", [T[:2]], r"STATE\[0\] must have shape"),
                 ("state", [T.bfloat16()], r"STATE\[0\] must have .*with indices"),
-                ("masters", [T.half()], r"masters\[0\] must have dtype float32"),
                 ("steps", [T[:1]], "steps must be a torch.Tensor, got list"),
                 ("steps", torch.zeros(2), r"steps must have shape .* = \(1,\)"),
                 ("max_value", 0.0, "max_value must be positive"),
@@ -348,7 +359,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             for changes, message in (
                 ({"grads": K}, "grads must be a list of tensors, got Tensor"),
                 ({"grads": [K, 1.0]}, r"grads\[1\] must be a torch.Tensor, got float"),
-                ({"inv_scale": ONE.to("meta")}, "inv_scale must be on"),
                 ({"found_inf": K}, "found_inf must hold one float32"),
             )
         ),
@@ -383,15 +393,3 @@ def test_dequantize_names_the_field() -> None:
         mixprec.dequantize(X)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^dequantize: q.data must be a torch.Tensor"):
         mixprec.dequantize(QUANTIZED._replace(data=None))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_none_is_no_tensor(name: str) -> None:
-    """But where the schema says that it may be missing."""
-    op = OPS[name]
-    for i, argument in enumerate(op.handle()._schema.arguments):
-        if str(argument.type) == "Tensor":
-            args = list(arguments(name, dtype_of(name), "contiguous"))
-            args[i] = None
-            with pytest.raises(TypeError, match=rf"{argument.name} must be a torch.Tensor, got No"):
-                op(*args)

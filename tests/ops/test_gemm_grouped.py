@@ -147,32 +147,6 @@ def test_ends_that_are_not_valid_make_groups_empty_where_they_are_not_refused() 
 
 A, B = rows((HALF, HALF), 10, 3)
 OFFS = offs_of([2, 2, 9])
-SQUARES = torch.ones(1, 2)
-
-
-@for_each(
-    "changes, message",
-    [
-        ({"offs": offs_of([2, 1, 9])}, r"offs must be the ends .* S = 10, got \[2, 1, 9\]"),
-        ({"offs": offs_of([2, 2, 11])}, "offs must be the ends"),
-        ({"offs": offs_of([-1, 2, 9])}, "offs must be the ends"),
-        ({"offs": OFFS.long()}, "offs must have dtype int32"),
-        ({"offs": offs_of([2, 9])}, r"offs must be \[E\], E = 3"),
-        ({"offs": OFFS[None]}, r"offs must be \[E\]"),
-        ({"a": A[0]}, r"a must be \[S, K\]"),
-        ({"b": B[0, 0]}, r"b must be \[E, K, N\]"),
-        ({"b": B[:, :9]}, "a and b must agree in K"),
-        ({"b": B.bfloat16()}, "a and b must both"),
-        ({"a_scale_inv": SQUARES}, r"a_scale_inv must .* \[S, 1\] = \(10, 1\)"),
-        ({"b_scale_inv": torch.ones(1, 37)}, r"b_scale_inv must .* \[E, 1, N\] = \(3, 1, 37\)"),
-        ({"a_scale_inv": 0.0}, "a_scale_inv must be positive"),
-        ({"out_dtype": torch.float64}, "out_dtype must be"),
-        ({"a": A.t(), "b": A, "a_scale_inv": torch.ones(150, 3)}, "a_scale_inv must"),
-    ],
-)
-def test_invalid_arguments_are_named(backend: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^gemm_grouped: {message}"):
-        ops.gemm_grouped(**{"a": A, "b": B, "offs": OFFS, **changes})
 
 
 def test_scales_along_s_need_groups_at_multiples_of_128(backend: str) -> None:
@@ -237,20 +211,6 @@ def test_what_torch_computes_in_one_call(call: Any, capability: Any, reason: str
         out = gemm_vendor.gemm_grouped_vendor(*args)
         want = gemm_grouped_op.handle("reference")(*args)
         assert (out.shape, out.dtype, out.stride()) == (want.shape, want.dtype, want.stride())
-
-
-def test_what_torch_needs_of_sizes_and_lines() -> None:
-    def why_not(*args: Any) -> str:
-        named = gemm_grouped_op.Args(*args, None, None, OFFS, BF16, False)
-        return str(gemm_vendor.grouped_why_not(named, (9, 0)))
-
-    a, b = torch.zeros(10, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()
-    assert why_not(a, b) == "None"
-    assert "multiple of 16 bytes" in why_not(a[:, :60], b[:, :60])
-    assert "multiple of 16 bytes" in why_not(a, b[..., :30])
-    assert "begin at multiples" in why_not(torch.zeros(10, 65).bfloat16()[:, 1:], b)
-    named = gemm_grouped_op.Args(a, b, None, None, OFFS, HALF, False)
-    assert "bfloat16 result" in str(gemm_vendor.grouped_why_not(named, (9, 0)))
 
 
 @pytest.mark.parametrize("by_rows", [True, False])

@@ -16,8 +16,7 @@ import torch
 from gemm_calls import A8, B8, BF16, BLOCKS, CAN, CANNOT, E4M3, HALF, ONE, ROW, arguments, operands
 
 import mixprec
-from mixprec.ops._dispatch import backends, gemm_table, library
-from mixprec.ops._dispatch.op import Op
+from mixprec.ops._dispatch import gemm_table, library
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
 
 
@@ -52,22 +51,6 @@ def test_without_an_entry_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPa
     assert chosen(CAN["fp8"]) == "reference"
 
 
-def test_the_error_lists_every_variant_with_its_reason(gpu: pytest.MonkeyPatch) -> None:
-    with mixprec.use_backend("vendor"):
-        assert chosen(CAN["bf16"]) == "vendor"
-        with pytest.raises(RuntimeError, match=r"^gemm: no backend can run on cuda. vendor: torch"):
-            chosen(CANNOT["a scale"][0])
-    with mixprec.use_backend("cuda"):
-        assert chosen(CAN["bf16"]) == "cuda", "overridden"
-    gpu.setattr(gemm_table, "DEFAULT", ("vendor", "cuda", "triton"))
-    gpu.setattr(library, "capability", lambda index: (8, 0))
-    gpu.setattr(library, "TRITON_ERROR", "triton is not installed")
-    gemm_op._able.clear()
-    reasons = r"vendor: torch._scaled_mm needs .* 8\.9 .*; cuda: .*Hopper.* 8\.0; triton: .*not"
-    with pytest.raises(RuntimeError, match=reasons):
-        chosen(CAN["fp8"])
-
-
 def test_bad_arguments_are_named_by_the_check(gpu: pytest.MonkeyPatch) -> None:
     """Choosing looks at shapes: what it trips over, the op's own check explains."""
     a, b = operands(BF16)
@@ -98,52 +81,6 @@ def test_entries_decide_for_their_arch_family_and_size(
     gpu.setattr(library, "has_cuda_kernel", lambda op: False)
     gemm_op._able.clear()
     assert chosen(CAN["bf16"]) == "vendor", "its variant cannot run: the usual order"
-
-
-def test_the_cuda_kernel_is_given_its_tiles(
-    gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By their numbers in this build; a tile that it lacks is named and left to the planner."""
-    given: list[list[int]] = []
-    stub = torch.library.Library("mixprec", "FRAGMENT")
-    stub.define("gemm_sm90_tile_configs() -> int[]")
-    stub.define("gemm_sm90_measured(int[] tile_configs) -> ()")
-    rows = [0, 128, 256, 1, 0, 128, 256, 2, 2, 256, 128, 2]  # family, block_m, block_n, cluster
-    stub.impl("gemm_sm90_tile_configs", lambda: rows, "CompositeExplicitAutograd")
-    stub.impl("gemm_sm90_measured", given.append, "CompositeExplicitAutograd")
-    cluster = {"block_m": 128, "block_n": 256, "cluster": 2}
-    entries = {
-        "16-bit large": ("cuda", cluster),
-        "16-bit small": ("cuda", None),
-        "fp8 blocks thin": ("cuda", {"block_m": 256, "block_n": 128, "cluster": 2}),
-        "fp8 large": ("cuda", cluster),
-        "fp8 fast thin": ("triton", TILE),
-    }
-    (tmp_path / "entries.json").write_text(json.dumps({"9.0": entries}))
-    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "entries.json"))
-    try:
-        assert gemm_table.fastest("9.0", "16-bit", "large") == "cuda"
-    finally:
-        stub._destroy()
-    [numbers] = given
-    names = [f"{of} {size}" for of in gemm_table.CUDA_FAMILIES for size in gemm_table.SIZES]
-    found = {name: i for name, i in zip(names, numbers, strict=True) if i >= 0}
-    assert found == {"16-bit large": 1, "fp8 blocks thin": 2}
-    assert f"the measured tile {cluster} is ignored" in caplog.text
-    assert gemm_table.tile(90, "16-bit", 8192, 8192, 8192, 2) is None, "it is not Triton's"
-
-
-def test_where_the_users_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable, file in (
-        ("HOME", ".cache/mixprec/gemm_table.json"),
-        ("XDG_CACHE_HOME", "mixprec/gemm_table.json"),
-        ("MIXPREC_TUNED", "mine.json"),
-    ):
-        for left in ("XDG_CACHE_HOME", "MIXPREC_TUNED"):
-            monkeypatch.delenv(left, raising=False)
-        path = tmp_path / file
-        monkeypatch.setenv(variable, str(path if variable == "MIXPREC_TUNED" else tmp_path))
-        assert gemm_table.user_file() == path
 
 
 DAMAGED = [b"", b"{", b"[1]", b'{"9.0": 1}', b'{"9.0": {"fp8 thin": ["cuda"]}}', b"[" * 100_000]
@@ -247,26 +184,6 @@ def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: l
         assert torch.equal(product(a, b), (a.float() @ b.float()).bfloat16())
     assert len(graphs) == 1
     assert vendor_on_cpu == ["vendor"] * 3
-
-
-def test_each_variant_is_compared_with_what_it_can_do(gpu: pytest.MonkeyPatch) -> None:
-    """Before its first use, on the inputs that it does not refuse."""
-    seen = []
-
-    def difference(op: Op, run: object, device: str, skip: Any) -> None:
-        kept = [args for args in op.examples("cpu") if not skip(args)]
-        seen.append((op.name, device, len(kept)))
-
-    gpu.setattr(Op, "difference", difference)
-    gpu.setattr(backends, "can_compare", lambda: True)
-    for _ in range(2):
-        gemm_op.choose("cuda", 0, CAN["bf16"])
-        gemm_op.choose("cuda", 0, CANNOT["a scale"][0])
-    every = len(list(gemm_op.examples("cpu")))
-    (of_vendor, of_cuda) = seen
-    assert of_cuda == ("gemm", "cuda:0", every)
-    assert of_vendor[:2] == ("gemm", "cuda:0")
-    assert 5 <= of_vendor[2] < every, "fp16, bf16, and FP8 in two mixes, one of them by rows"
 
 
 def test_autocast_does_not_reach_into_the_variant(vendor_on_cpu: list[str]) -> None:

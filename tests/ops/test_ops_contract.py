@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from op_arguments import CROSS_ENTROPY, FUSED, UPDATES, arguments
 
 import mixprec
 from mixprec import ops
+from mixprec.ops._dispatch import self_check
 from mixprec.ops._dispatch.op import OPS
 
 LOW = (torch.float16, torch.bfloat16, *FP8)
@@ -232,20 +234,22 @@ def test_raw_ops_give_no_silent_gradients() -> None:
             call()
 
 
-def test_memory_does_not_grow() -> None:
-    """100 rounds of the functional ops keep no tensor alive."""
+# Their kernels take no sizes, or no GPU has a kernel for them.
+WITHOUT_TWINS = ("inv_scale", "clip_coef", "update_scale_", "update_delayed_scales_", "attention",
+                 "attention_backward", "gemm_simulated")  # fmt: skip
 
-    def tensors_alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
-    x = normal((33, 65), torch.bfloat16)
-    for _ in range(3):
-        mixprec.dequantize(mixprec.quantize(x, "e4m3", transpose=True))
-    before = tensors_alive()
-    for _ in range(100):
-        q = mixprec.quantize(x, "e4m3", transpose=True)
-        mixprec.gemm(q, q.t())
-        mixprec.amax(mixprec.dequantize(q))
-    del q
-    assert tensors_alive() <= before
+@pytest.mark.parametrize("op", sorted(OPS.keys() - set(WITHOUT_TWINS)))
+def test_examples_come_in_twins(op: str) -> None:
+    """Those that a kernel is compared on (which of them, for a call: test_triton_compile.py).
+    With the same dtypes and options there are a multiple of 16 elements and another number, and
+    in each list both, and one that begins between multiples of 16 bytes."""
+    twins = defaultdict(set)
+    for example in OPS[op].examples("cpu"):
+        first, (kernel, *_) = example[0], self_check.kind(OPS[op].arguments, example)
+        if isinstance(first, list):
+            found = {(self_check._aligned(x), x.numel() % 16 == 0) for x in first}
+            assert found >= {(True, True), (True, False), (False, True)}
+        else:
+            twins[kernel].add(first.numel() % 16 == 0)
+    assert all(found == {False, True} for found in twins.values()), twins

@@ -92,17 +92,6 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def test_swizzle_and_back() -> None:
-    for rows, cols in ((0, 3), (3, 0), (1, 1), (128, 4), (129, 5), (300, 9)):
-        scales = torch.randint(0, 256, (rows, cols)).to(torch.uint8)
-        tiles = scale_layout.swizzle(scales)
-        assert tuple(tiles.shape) == scale_layout.swizzled_shape(rows, cols)
-        assert torch.equal(read_scales(tiles, rows, cols), scales)
-        assert tiles.sum() == scales.sum(), "zeros beside them"
-        assert torch.equal(scale_layout.unswizzle(tiles, rows, cols), scales)
-        assert scale_layout.unswizzle(scales, rows, cols) is scales
-
-
 @for_each("a_fmt, b_fmt", MIXES)
 def test_torch_accepts_the_arguments(a_fmt: str, b_fmt: str) -> None:
     """Shapes, strides, dtypes and enums: fake tensors run the checks of `_scaled_mm_v2`."""
@@ -218,18 +207,10 @@ def test_products_of_quantized(blackwell: list[str], monkeypatch: pytest.MonkeyP
     mixprec.gemm(a, square)
     mixprec.gemm(square.t(), square.t())
     assert len(blackwell) == 2
-    with pytest.raises(ValueError, match="out_dtype must be"):
-        mixprec.gemm(a, b.t(), out_dtype=torch.float64)
-    with pytest.raises(ValueError, match="acc must have"):
-        mixprec.gemm_accumulate_(acc.double(), a, b.t())
-    with pytest.raises(ValueError, match="bias must"):
-        mixprec.gemm(a, b.t(), bias=torch.ones(3))
 
 
-def test_it_is_compared_before_use(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With exact products: a wrong swizzle, a factor or an error of torch's leaves it out."""
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exact products: a factor, and an error of torch's."""
     monkeypatch.setattr(F, "scaled_mm", as_cublas)
     monkeypatch.setattr(library, "capability", lambda _: (10, 0))
     assert scaled_mm.difference("cpu") is None
@@ -244,17 +225,6 @@ def test_it_is_compared_before_use(
         monkeypatch.setattr(F, "scaled_mm", wrong)
         with pytest.raises(ValueError, match=reason):
             raise ValueError(scaled_mm.difference("cpu"))
-    monkeypatch.setattr(scaled_mm, "_left_out", {})
-    monkeypatch.setattr(scaled_mm.backends, "can_compare", lambda: True)
-    monkeypatch.setattr(scaled_mm, "difference", lambda device: f"{device} differs")
-    gpu = torch.device("cuda", 3)
-    assert scaled_mm.reads_swizzled(MXFP8[0], gpu)
-    assert not scaled_mm._ready(3)
-    assert "cuda:3 differs. Block formats are decoded to bfloat16" in caplog.text
-    assert not scaled_mm.reads_swizzled(MXFP8[0], gpu)
-    monkeypatch.setenv("MIXPREC_STRICT", "1")
-    with pytest.raises(RuntimeError, match="please report it"):
-        scaled_mm._ready(4)
 
 
 def test_where_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,15 +243,3 @@ def test_where_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reads(NVFP4, gpu)
     monkeypatch.setenv("MIXPREC_DISABLE", "vendor:gemm")
     assert not reads(NVFP4, gpu)
-
-
-def test_compiled_code_calls_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 does not trace into scaled_mm."""
-    a, b = blocks(NVFP4, 5, 64), blocks(NVFP4, 16, 64)
-    with FakeTensorMode():
-        x, w = (blocks(NVFP4, rows, 64, device="cuda") for rows in (5, 16))
-        y = torch.ops.mixprec.gemm_blocks_vendor(*x[:4], *w[:4], None, HALF)
-        assert (y.shape, y.dtype, y.stride()) == ((5, 16), HALF, (16, 1))
-    monkeypatch.setattr(F, "scaled_mm", as_cublas)
-    got = scaled_mm._op(*a[:4], *b[:4], None, FP32)
-    assert_same_bits(got, scaled_mm.multiply(a, b, None, FP32))

@@ -1,10 +1,9 @@
-"""The step of a tensor core: what GPUs computed, an independent model, C++ and Python alike."""
+"""The step of a tensor core: what GPUs computed, C++ and Python alike."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -106,41 +105,3 @@ def test_cpp_and_python_agree(arch: str) -> None:
             for k in (1, core.terms, 2 * core.terms + 3):
                 a, b, c = operands(pair, 4000, k, k)
                 assert_same_bits(in_cpp(arch, pair, a, b, c), in_python(arch, pair, a, b, c))
-
-
-ORACLE = dict(
-    zip(ARCHITECTURES, ("Volta", "Ampere", "Ada Lovelace", "Hopper", "Blackwell"), strict=True)
-)
-PTX = {F16: "f16", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
-
-
-def oracle(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
-    """As mmasim computes it, an independent model (arXiv 2511.10909)."""
-    if not shutil.which("ninja"):
-        pytest.skip("mmasim compiles itself with ninja, which is not there")
-    sim = pytest.importorskip("mmasim.nv_ptx.sim", reason="mmasim is not installed")
-    depth = 32 // pair[0].itemsize if arch != "v100" else 4
-    types = ".".join(("f32", *(PTX[dtype] for dtype in pair)))
-    of_tcgen05 = "kind::f8f6f4." if pair[0].itemsize == 1 else "kind::f16."
-    kind, instruction = {
-        "v100": (sim.MMA, f"m8n8k4.{types}.f32"),
-        "hopper": (sim.WGMMA, f"m64n8k{depth}.{types}"),
-        "blackwell": (sim.TCGen05MMA, f"m128n8k{depth}.{of_tcgen05}{types}"),
-    }.get(arch, (sim.MMA, f"m16n8k{depth}.{types}.f32"))
-    model = kind(ORACLE[arch], instruction)
-    a, b, c = abc
-    for part in zip(a.split(depth, -1), b.split(depth, -1), strict=True):
-        c = model.dpa(*part, c)
-    return c
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_an_independent_model(arch: str, count: int) -> None:
-    for pair in (pair for case, pair in CASES if case == arch):
-        core = tensor_core(arch, pair[0])
-        assert core is not None
-        for done in range(0, count, 20000):
-            size = min(20000, count - done)
-            a, b, c = operands(pair, size, 2 * max(core.terms, 32 // pair[0].itemsize), done)
-            assert_same_bits(in_cpp(arch, pair, a, b, c), oracle(arch, pair, a, b, c))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mixprec
-from mixprec.testing import ACCUMULATION, assert_close, sqnr, tolerance
+from mixprec.testing import assert_close, sqnr, tolerance
 
 
 def in_order(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -36,36 +36,6 @@ def test_fp32_accumulation_passes_and_16_bit_accumulation_fails(
     if out_dtype == torch.float32 and k > 1:
         with pytest.raises(AssertionError, match="exceed the bound"):
             assert_close(in_order(a, b, torch.float16), exact, bound)
-
-
-def test_one_unit_too_many_in_the_output_fails() -> None:
-    a, b = normal((8, 4), torch.bfloat16), normal((4, 8), torch.bfloat16, seed=1)
-    exact = a.double() @ b.double()
-    for out_dtype in WIDE:
-        c = exact.to(out_dtype)
-        bound = tolerance(exact, a, b, out_dtype)
-        assert_close(c, exact, bound)
-        off = c.clone()
-        off[3, 5] = exact[3, 5] * (1 + 3 * torch.finfo(out_dtype).eps) + 8e-6
-        with pytest.raises(AssertionError, match=r"1 of 64 elements.*\n  \[3, 5\]: actual"):
-            assert_close(off, exact, bound)
-
-
-def test_tolerance_terms() -> None:
-    a = torch.tensor([[1.0, -1.0]])
-    b = torch.tensor([[1.0], [1.0]])
-    zero = torch.zeros(1, 1, dtype=torch.float64)
-    # Cancellation: only the accumulation term and the smallest spacing of the output are left.
-    smallest = 2.0**-126 * 2.0**-23
-    assert tolerance(zero, a, b, torch.float32).item() == ACCUMULATION * 2 * 2**-24 * 2 + smallest
-    # K = 0: only the rounding of the bias.
-    bias = torch.full((1, 1), 3.0, dtype=torch.float64)
-    got = tolerance(bias, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16)
-    assert got.item() == 3 * 2.0**-10
-    # An fp16 subnormal is half a spacing away at most.
-    tiny = torch.full((1, 1), 1.4 * 2.0**-24, dtype=torch.float64)
-    assert tolerance(tiny, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16).item() == 2.0**-24
-    assert tolerance(torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(2, 3), torch.bfloat16).shape
 
 
 def test_the_bound_of_fp8_tensor_cores_holds_and_no_smaller_one_would() -> None:
@@ -127,12 +97,6 @@ def test_non_finite_values_in_the_same_places_are_close() -> None:
         assert_close(torch.tensor([65504.0]).half(), torch.tensor([1e5]).double(), 1e6)
 
 
-def test_a_nan_bound_accepts_nothing_and_nothing_is_close() -> None:
-    with pytest.raises(AssertionError, match="exceed the bound"):
-        assert_close(torch.ones(2), torch.ones(2), torch.tensor([math.nan, 0.0]))
-    assert_close(torch.zeros(0, 3), torch.zeros(0, 3), 0.0, rms=0.0)
-
-
 def test_rms_sees_a_small_error_that_is_everywhere() -> None:
     """Truncation stays within one unit, like rounding, but is twice as far off on average."""
     exact = 1 + torch.rand(10_000, dtype=torch.float64)
@@ -142,17 +106,6 @@ def test_rms_sees_a_small_error_that_is_everywhere() -> None:
     assert_close(truncated, exact, bound)
     with pytest.raises(AssertionError, match=r"the rms error exceeds 0.00234; max error"):
         assert_close(truncated, exact, bound, rms=0.3 * 2.0**-7)
-
-
-def test_the_worst_elements_are_printed_first() -> None:
-    actual = torch.zeros(4, 5)
-    actual[2, 3], actual[0, 1], actual[3, 0] = 3.0, -5.0, 1.0
-    with pytest.raises(AssertionError) as caught:
-        assert_close(actual, torch.zeros(4, 5), 0.5, show=2)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 3
-    assert "[0, 1]: actual -5, expected 0, error 5, bound 0.5" in lines[1]
-    assert "[2, 3]" in lines[2]
 
 
 @given(st.floats(0.5, 2.0), st.integers(-20, 20))

@@ -174,12 +174,6 @@ def test_formulas_in_csrc_math_include_neither_torch_nor_cuda() -> None:
         assert not foreign, f"{header.name} includes {foreign}"
 
 
-def test_the_table_of_loops_includes_no_formula() -> None:
-    """Each op of the CPU includes it, and would be compiled again when any formula changes."""
-    table = (ROOT / "csrc" / "cpu" / "simd" / "loops.h").read_text()
-    assert re.findall(r'#include "(.*)"', table) == ["dispatch.h"]
-
-
 def absolute_imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, name) of every `import name` and `from name import ...` without a dot."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -224,15 +218,6 @@ print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()
     assert not cuda_initialized
 
 
-def test_type_checkers_see_what_is_imported_when_first_used() -> None:
-    tree = ast.parse(SOURCES["mixprec"].read_text())
-    (block,) = (node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING:"))
-    seen = {a.name: f"{i.module or ''}.{a.name}".lstrip(".") for i in block.body for a in i.names}
-    found = {name: f"{home}.{name}" for name, home in mixprec._DEFINED_IN.items()}
-    found |= {name: name for name in mixprec._MODULES if name in mixprec.__all__}
-    assert seen == found
-
-
 WITHOUT = """
 import sys
 sys.modules[{name!r}] = None  # as if it were not installed
@@ -272,12 +257,3 @@ def test_every_listed_name_exists() -> None:
         for public in module.__all__:  # a name in it, or a module that is imported on demand
             assert hasattr(module, public) or find_spec(f"{module.__name__}.{public}"), name
     assert set(dir(mixprec)) == {*mixprec.__all__, "__doc__", "__version__"}
-
-
-def test_modules_with_short_names_are_imported_under_these() -> None:
-    filters = importlib.import_module("mixprec.filters")
-    assert filters is mixprec.filters is importlib.import_module("mixprec.nn.filters")
-    assert mixprec.stats is importlib.import_module("mixprec.stats")
-    command = "import mixprec.filters; from mixprec.stats import Monitor; print(Monitor.__name__)"
-    run = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
-    assert run.stdout.split() == [b"Monitor"]

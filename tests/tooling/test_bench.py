@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import statistics
 import subprocess
 import sys
@@ -98,16 +97,6 @@ def test_list_bad_arguments_and_a_wrong_case(
 # Result files
 
 
-def test_each_processor_has_a_file(tmp_path: Path) -> None:
-    where = {"processor": "Intel(R) Xeon(R) Processor", "isa": "avx512", "commit": "abc"}
-    path = results.CPU / "bench-intel-xeon-processor-avx512.json"
-    assert results.processor_file(where) == path
-    assert cli._place(where, tmp_path).endswith(f"{path} (there is none yet)")
-    results.save(tmp_path / path, where | {"date": "2026-01-02T03:04"}, [])
-    assert cli._place(where, tmp_path).endswith(f"{path} (of 2026-01-02, commit abc)")
-    assert [c["environment"]["commit"] for c in results.load_all_processors(tmp_path)] == ["abc"]
-
-
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Relative to the baseline of the same run: everything twice as slow is no change of ours."""
     old, new = tmp_path / "old.json", tmp_path / "new.json"
@@ -124,24 +113,3 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         results.save(path, where | {"threads": threads}, [row])
         assert cli.main(["compare", str(old), str(path), "--fail-over", "5%"]) == status, message
         assert message in "".join(capsys.readouterr())
-
-
-def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad, head = tmp_path / "bad.json", '{"schema": "mixprec.bench/1", "environment": {}'
-    for content, message in (
-        (None, "there is no such file"),
-        (f'{head}, "rows": [', "is damaged, not JSON"),
-        ("[1, 2]", "is no result of mixprec.bench"),
-        ('{"schema": "other"}', "is no result of mixprec.bench"),
-        (head + ', "rows": [{}]}', "is damaged (KeyError"),
-    ):
-        if content is not None:
-            bad.write_text(content)
-        assert cli.main(["compare", str(bad), str(bad)]) == 2
-        assert f"{bad}: {message}" in capsys.readouterr().err
-
-
-def test_the_source_folder_is_not_a_package_of_its_own() -> None:
-    source = Path(__file__).resolve().parents[2] / "bench" / "__init__.py"
-    with pytest.raises(ImportError, match=r"source of mixprec\.bench.*pip install"):
-        runpy.run_path(str(source), run_name="bench")

@@ -125,22 +125,6 @@ def test_missing_system_packages_are_named_in_one_line(sources: Path, tmp_path: 
     assert " is Python 3.8: sudo apt-get install python3.12 " in said
 
 
-def test_a_first_run_installs_builds_and_runs_in_this_order(sources: Path) -> None:
-    done = make("-n", "test", "TORCH=torch==2.12.0", "ARGS=-x", folder=sources)
-    assert done.returncode == 0, done.stderr
-    steps = [
-        '"python3" -m venv .venv',
-        "pip install -q --disable-pip-version-check torch==2.12.0",
-        "pip install -q --disable-pip-version-check setuptools wheel pybind11 ninja",
-        '--no-build-isolation -e ".[test,examples]"',
-        '-m pytest -c ../../pyproject.toml --rootdir ../.. -n 2 --dist worksteal -m "not slow and',
-        " -x ../../tests/ops ",
-    ]
-    places = [done.stdout.find(step) for step in steps]
-    assert -1 not in places, done.stdout
-    assert places == sorted(places)
-
-
 def built(folder: Path, *arguments: str) -> None:
     """Mark everything as built: touch the stamps that make would touch, in order."""
     for stamp in re.findall(r"^touch (\S+)$", make("-n", *arguments, folder=folder).stdout, re.M):
@@ -171,14 +155,6 @@ def test_a_second_run_only_runs_and_a_changed_source_rebuilds(clone: Path) -> No
     assert '-e ".[test,examples]"' in make("-n", "test", folder=clone).stdout
 
 
-def test_lint_compiles_with_warnings_as_errors_in_its_own_folder(clone: Path) -> None:
-    built(clone, "test")
-    shown = make("-n", "lint", folder=clone).stdout
-    for step in ("ruff check .", "ruff format --check .", "-m mypy", "--dry-run -Werror csrc/"):
-        assert step in shown, step
-    assert re.search(r"MIXPREC_WERROR=1 .* build_ext \\\n +--build-temp build/werror/", shown)
-
-
 # PYTHON=...: an environment that is not written to
 
 
@@ -192,37 +168,6 @@ def test_python_mode_writes_only_below_build(sources: Path) -> None:
     assert "PYTHONDONTWRITEBYTECODE=1" in shown
     assert f'PYTHONPATH="{sources}/build/ext' in shown
     assert "cd build/run && " in shown, "started in the source folder, it would import the source"
-
-
-def test_each_python_gets_a_folder_by_its_path(sources: Path, tmp_path: Path) -> None:
-    """Two interpreter paths are two environments, even if they run the same program; a relative
-    path or a name on PATH is the program that it leads to."""
-    other = tmp_path / "python3"
-    write_program(other, interpreter(f"import sys; sys.executable = '{other}'"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    relative = os.path.relpath(sys.executable, sources)
-    folders = []
-    for python in (str(other), sys.executable, relative, Path(sys.executable).name):
-        shown = make("-n", "test", f"PYTHON={python}", folder=sources, PATH=path).stdout
-        (program,) = re.findall(r'"(/[^"]*)" -m pytest', shown)
-        folders += set(re.findall(r"--target (build/ext/[0-9a-f]{12})/site", shown))
-        assert Path(program).samefile(other if python == str(other) else sys.executable)
-    assert folders[0] != folders[1]
-    done = make("test", "PYTHON=/nowhere/python", folder=sources)
-    assert done.returncode != 0
-    assert "PYTHON=/nowhere/python is not a program" in done.stderr
-
-
-def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path: Path) -> None:
-    """Hide two packages from the real interpreter; nothing is built before they are named."""
-    hide = "import importlib.util as u; find = u.find_spec; "
-    hide += "u.find_spec = lambda n: None if n in ('hypothesis', 'matplotlib') else find(n)"
-    program = write_program(tmp_path / "python", interpreter(hide))
-    said = message(make("test", f"PYTHON={program}", folder=sources))
-    named, command = said.split(". Run: ")
-    assert named == "missing in this environment: hypothesis matplotlib"
-    assert command.endswith(" -m pip install hypothesis matplotlib")
-    assert not (sources / "build").exists()
 
 
 def test_the_packages_that_make_asks_for_are_the_extras() -> None:

@@ -1,4 +1,4 @@
-"""The programs of examples/: --help without the packages they need, and what to install."""
+"""The programs of examples/: --help without the packages they need; the notebooks of docs/."""
 
 from __future__ import annotations
 
@@ -46,28 +46,6 @@ def test_help(
     out, err = capsys.readouterr()
     assert out.startswith(f"usage: {program}.py")
     assert err == ""
-
-
-@pytest.mark.usefixtures("nothing_optional")
-@pytest.mark.parametrize(
-    ("program", "install"),
-    [
-        ("train_accelerate", "accelerate"),
-        ("train_fabric", "lightning"),
-        ("train_lightning", "lightning"),
-        ("train_peft", "peft"),
-        ("train_transformers", "transformers accelerate"),
-    ],
-)
-def test_what_to_install(program: str, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = str(run(*program.split(), monkeypatch=monkeypatch))
-    assert message.startswith("error: ")
-    assert message.endswith(f": pip install {install}")
-    assert "\n" not in message
-
-
-def test_every_program_is_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("train_*.py")} < set(PROGRAMS)
 
 
 # docs/notebooks: the sources run, and the notebooks that are committed are made of them

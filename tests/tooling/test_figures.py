@@ -11,7 +11,6 @@ import torch
 
 import mixprec
 from mixprec.bench import results
-from mixprec.bench.cases.registry import example
 from mixprec.bench.studies import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,23 +122,3 @@ def test_the_program_runs(
     assert "vit seed 0 fp8-block" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         accuracy.main(["--task", "dog"])
-
-
-def test_formats(examples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run as a GPU computes it, and what is kept of it."""
-    monkeypatch.setattr(accuracy, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
-    monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
-    train_gpt, small = example("train_gpt"), ["--layers=1", "--width=64"]
-    parse = train_gpt.parse_arguments
-    monkeypatch.setattr(train_gpt, "parse_arguments", lambda words: parse(words + small))
-    arguments = ["--task", "gpt", "--set", "formats", "--steps", "2", "--out", str(tmp_path)]
-    assert accuracy.main([*arguments, "--seeds", "1"]) == 0
-    first = results.read_json(tmp_path / "accuracy-gpt-formats.json")["runs"]
-    assert accuracy.main([*arguments, "--seeds", "2", "--resume"]) == 0
-    measured = results.read_json(tmp_path / "accuracy-gpt-formats.json")
-    assert measured["runs"][:2] == first
-    assert [r["seed"] for r in measured["runs"]] == [0, 0, 1, 1]
-    run = measured["runs"][1]
-    assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
-    with pytest.raises(SystemExit):
-        accuracy.main(["--task", "vit", "--set", "formats"])

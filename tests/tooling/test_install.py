@@ -1,12 +1,10 @@
-"""What a build says: the reason that it cannot start, in one line, and how far it has come.
+"""What a build says if it cannot start: the reason, in one line.
 
 Nothing is compiled here.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import os
 import subprocess
 import sys
@@ -15,10 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not by sys.path: the folder also holds a mixprec without compiled ops.
-spec = importlib.util.spec_from_file_location("progress", ROOT / ".ci" / "build_progress.py")
-progress = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(progress)
 
 BACKEND = "from setuptools.build_meta import *; get_requires_for_build_wheel()"  # as pip begins
 NO_TORCH = "import sys; sys.modules['torch'] = None"
@@ -131,59 +125,3 @@ def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path: Path) ->
     code += "from importlib.util import find_spec; "
     code += "print(find_spec('torch')); checks.show_site_packages(); print(find_spec('torch').name)"
     assert run("-c", code, PYTHONPATH=path).stdout.split() == ["None", "torch"]
-
-
-class Terminal(io.BytesIO):
-    def isatty(self) -> bool:
-        return True
-
-
-NINJA = [b"[1/2] c++ -c a.cpp\n", b"a.cpp:1: warning: w\n", b"[2/2] c++ -c b.cpp\n"]
-
-
-def test_files_are_counted_in_place_of_commands() -> None:
-    stdout, terminal = io.BytesIO(), Terminal()
-    assert progress.Reporter(stdout, terminal).follow(NINJA) == 2
-    assert stdout.getvalue().decode().splitlines() == [
-        "mixprec: 1 of 2 files compiled",
-        "a.cpp:1: warning: w",
-        "mixprec: 2 of 2 files compiled",
-    ]
-    # One line that is written over; the warning is for stdout alone.
-    assert terminal.getvalue() == b"".join(
-        b"\r  mixprec: %d of 2 files compiled\r" % done for done in (1, 2)
-    )
-
-    screen = Terminal()  # stdout is the terminal: nothing is said twice
-    progress.Reporter(screen, terminal).follow(NINJA[:1])
-    assert screen.getvalue() == b"\r  mixprec: 1 of 2 files compiled\r"
-
-
-def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, stdout = Terminal(), io.BytesIO()
-    terminal.close()
-    assert progress.Reporter(stdout, terminal).follow(NINJA) == 2
-    assert b"2 of 2" in stdout.getvalue()
-    monkeypatch.setenv("CI", "true")
-    assert progress.terminal() is None
-
-
-@pytest.mark.parametrize(("status", "result"), [(0, "is built"), (1, "is not built")])
-def test_what_a_build_prints_from_start_to_end(status: int, result: str) -> None:
-    ninja = f"echo '[1/1] c++ -c a.cpp'; echo 'ld: note'; exit {status}"
-    code = (
-        "import subprocess, sys; sys.path.insert(0, '.ci'); import build_progress as progress\n"
-        "with progress.shown('building 3 files', 'mixprec._C'):\n"
-        f"    subprocess.run(['sh', '-c', {ninja!r}], check=True)\n"
-        "print('after')"
-    )
-    done = run("-c", code, CI="1")
-    assert done.returncode == status
-    *lines, last = done.stdout.splitlines() + ["after"] * status
-    assert lines[:3] == [
-        "mixprec: building 3 files",
-        "mixprec: 1 of 1 files compiled",
-        "ld: note",
-    ]
-    assert lines[3].startswith(f"mixprec: mixprec._C {result}: 1 compiled in ")
-    assert last == "after"

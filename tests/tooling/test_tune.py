@@ -14,9 +14,7 @@ from clock import SimulatedClock
 
 from mixprec.bench import __main__ as cli
 from mixprec.bench import device, tune
-from mixprec.ops._dispatch import gemm_table, gemm_vendor
-from mixprec.ops.gemm import gemm_op
-from mixprec.triton_kernels import configs
+from mixprec.ops._dispatch import gemm_table
 
 CUDA_TILES = {3: ("16-bit", gemm_table.CudaTile(128, 256, 2)),
               7: ("fp8", gemm_table.CudaTile(256, 128, 2)),
@@ -82,47 +80,6 @@ def test_the_fastest_of_each_family_and_size(monkeypatch: pytest.MonkeyPatch) ->
     match = r"gemm of \(4, 48, 32\) in 16-bit, nt, by cuda is wrong: c"
     with pytest.raises(ValueError, match=match):
         measured(monkeypatch, {("16-bit", "cuda"): 1e-3, ("16-bit", "vendor"): 2e-3}, "cuda")
-
-
-def test_the_rule() -> None:
-    for times, result in (
-        ([{"cuda": 1.0, "vendor": 2.0}, {"cuda": 2.0, "vendor": 1.0}], ("vendor", 1.0)),
-        ([{"cuda": 1.0, "vendor": 4.0}, {"cuda": 2.0, "vendor": 2.0}], ("cuda", 2.0)),
-        ([{"cuda": 1.0, "triton 0": 1.5}, {"triton 0": 1.5, "vendor": 1.0}], None),
-        ([{"cuda": 3.0, "triton 0": 1.5, "triton 1": 2.0}], ("triton 0", 2.0)),
-        ([{"cuda": 2.0, "cuda 3": 1.0, "cuda 7": 1.5}], ("cuda 3", 1.5)),
-        ([{"cuda": 1.005, "cuda 3": 1.0, "vendor": 2.01}], ("cuda", 2.0)),
-        ([{}], None),
-    ):
-        found = tune.fastest(times)
-        assert (found is None) is (result is None), times
-        if found is not None and result is not None:
-            assert found == (result[0], pytest.approx(result[1]))
-
-
-def test_what_is_measured() -> None:
-    """Each shape is of its class, and torch has a call for all but the unaligned FP8 ones."""
-    assert tuple(tune.FAMILIES) == gemm_table.FAMILIES
-    assert tuple(tune.SHAPES) == gemm_table.SIZES
-    for family, (dtype, fast, blocks, layouts) in tune.FAMILIES.items():
-        assert gemm_table.family(dtype.itemsize, blocks=blocks, fast=fast) == family
-        for size, shapes in tune.SHAPES.items():
-            assert {gemm_table.size_class(*shape, dtype.itemsize) for shape in shapes} == {size}
-        for layout in layouts:
-            args, _ = tune.arguments(family, layout, (32, 48, 256), "cpu", 0)
-            gemm_op.check(*args)
-            assert [("nt"[t.stride(0) == 1]) for t in args[:2]] == list(layout)
-            named = gemm_op.Args(*args)
-            assert gemm_table.scales_along_k(named) == blocks
-            assert (gemm_vendor.gemm_why_not(named, (9, 0)) is None) != blocks
-    for capability in (80, 86, 89, 90, 100, 120):
-        for family in tune.FAMILIES:
-            found = tune.tiles(capability, family)
-            assert len(found) == len(set(found.values())) >= 3
-    config = found["triton 0"]
-    with tune.using(config):
-        assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) == config
-    assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) in configs.TILES[90, "16-bit"]
 
 
 def test_what_is_written_is_read(tuned: Path) -> None:

@@ -7,9 +7,8 @@ Asks the disassembler about the object files that setup.py has compiled of csrc/
 GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
 ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
 tensors; in the Hopper GEMM what each instance declares (machine_code.py); FP4 instructions for the
-GPUs that have them. It also counts instructions an element (loops.py). Then loads the built
-libraries. Results go to FILE as JSON. Exit status 1 if anything is not as it should be.
---summary writes the few facts per kernel that docs/kernels.md shows.
+GPUs that have them. Then loads the built libraries. Results go to FILE as JSON. Exit status 1 if
+anything is not as it should be. --summary writes the facts per kernel that docs/kernels.md shows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import loops
 import machine_code as hopper
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
@@ -74,7 +72,6 @@ class Kernel(NamedTuple):
     wide: int  # 16-byte loads and stores of global memory
     local: int  # bytes of local memory, and loads and stores of it
     code: list[str]  # what is wrong with the machine code itself
-    instructions: dict[str, float]  # an element, of loops.per_element
 
     def wrong(self) -> list[str]:
         reasons = list(self.code)
@@ -136,7 +133,6 @@ def kernels_of(source: str, file: Path) -> list[Kernel]:
                     else hopper.no_fp4(names[name], code)
                     if gpu in families
                     else [],
-                    loops.per_element(names[name], code),
                 )
             )
     return found
@@ -180,8 +176,7 @@ def loaded() -> list[str]:
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
-    most shared memory and spilled bytes, least and most instructions an element of each way through
-    its loop."""
+    most shared memory and spilled bytes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         gemm = hopper.instance(row["name"])
@@ -200,13 +195,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "registers": [f(row["registers"] for row in same) for f in (min, max)],
             "shared": max(row["shared"] for row in same),
             "spilled": max(row["stack"] + row["local"] for row in same),
-            "instructions": {
-                way: [
-                    f(row["instructions"][way] for row in same if way in row["instructions"])
-                    for f in (min, max)
-                ]
-                for way in sorted({way for row in same for way in row["instructions"]})
-            },
         }
         for (source, name), same in sorted(groups.items())
     ]

@@ -1,6 +1,5 @@
 // The instances of csrc/cuda/gemm/kernel/gemm_sm90.cuh as C functions over host memory, for ctypes.
-// Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=;
-// with -DROW= only for that row, a being K-major and b as -DB_MAJOR= says.
+// Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=.
 #include "cuda/gemm/config/gemm_plan.h"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/gemm/kernel/gemm_sm90.cuh"
@@ -37,12 +36,6 @@ namespace {
 
 constexpr int kNoSuchInstance = -2, kMapRefused = -3, kNoPlan = -4;
 
-#if defined(ROW)
-Instance find(const Call& call) {
-  bool same = call.row == ROW && call.a.major == 0 && call.b.major == static_cast<int>(B_MAJOR);
-  return same ? instance_of<TYPE_A, TYPE_B, Major::k, B_MAJOR, ROW>() : Instance{};
-}
-#else
 template <Major a, Major b>
 Instance instance_for(int row) {
   return instance<TYPE_A, TYPE_B, a, b, Accumulate::SUMS>(row);
@@ -59,7 +52,6 @@ Instance find(const Call& call) {
                              : instance_for<Major::mn, Major::mn>(call.row);
   }
 }
-#endif
 
 // rows: of a, or columns of b
 bool encode(const Operand& o, Dtype dtype, int rows, int k, const int (&box)[2], TensorMap* map) {
@@ -92,7 +84,6 @@ extern "C" {
 
 void seed(uint64_t value) { cuda_on_cpu::set_seed(value); }
 const char* last_error() { return cuda_on_cpu::last_error(); }
-void mutate(int number) { mutation = number; }
 void truncate_fp8_sums(int on) { cuda_on_cpu::sm90::truncate_fp8_sums(on != 0); }
 
 int gemm(const Call* c) {

@@ -18,7 +18,6 @@ TYPES = {
     torch.float8_e4m3fn: "E4m3",
     torch.float8_e5m2: "E5m2",
 }
-FAILED = 719  # cudaErrorLaunchFailure
 
 
 # The structs of csrc/cuda/gemm/config/gemm_args.h.
@@ -82,25 +81,12 @@ def units() -> tuple[Path, ...]:
     return tuple(runner.compile_([f"-I{HERE}", "-O3", "-c", file], ".o") for file in files)
 
 
-def compile_(source: Path, *flags: str, csrc: Path = runner.CSRC) -> Path:
-    return runner.compile_([f"-I{HERE}", *flags, "-shared", *units(), source], ".so", csrc)
-
-
-def compile_gemm(
-    a: torch.dtype, b: torch.dtype, sums: str, *flags: str, csrc: Path = runner.CSRC
-) -> Path:
-    """The instances of csrc for operands of these types; sums: enum class Accumulate."""
-    types = (f"-DTYPE_A={TYPES[a]}", f"-DTYPE_B={TYPES[b]}", f"-DSUMS={sums}")
-    return compile_(HERE / "runner.cpp", "-O1", *types, *flags, csrc=csrc)
-
-
-def library(a: torch.dtype, b: torch.dtype, sums: str = "direct") -> ctypes.CDLL:
-    return load(compile_gemm(a, b, sums))
-
-
 @cache
-def load(path: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(path))
+def library(a: torch.dtype, b: torch.dtype, sums: str = "direct") -> ctypes.CDLL:
+    """The instances for operands of these types; sums: enum class Accumulate."""
+    types = (f"-DTYPE_A={TYPES[a]}", f"-DTYPE_B={TYPES[b]}", f"-DSUMS={sums}")
+    words = [f"-I{HERE}", "-O1", *types, "-shared", *units(), HERE / "runner.cpp"]
+    loaded = ctypes.CDLL(str(runner.compile_(words, ".so")))
     loaded.last_error.restype = ctypes.c_char_p
     return loaded
 

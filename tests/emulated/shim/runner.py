@@ -40,49 +40,42 @@ DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8]
 DTYPES += [torch.int16, torch.int8, None]
 
 
-def included(words: Sequence[str], csrc: Path) -> list[str]:
-    """The files of this repository that a compilation reads; those of csrc as `csrc/...`, since a
-    test may compile a copy of it."""
-    rules = subprocess.run([*words, f"-I{csrc}", "-MM"], capture_output=True, text=True).stdout
-    paths = {Path(path).resolve() for path in re.findall(r"(?<=\s)/\S+", rules)}
-    return sorted(
-        f"csrc/{path.relative_to(csrc)}" if path.is_relative_to(csrc) else str(path)
-        for path in paths
-    )
+def included(words: Sequence[str]) -> list[str]:
+    """The files of this repository that a compilation reads."""
+    rules = subprocess.run([*words, "-MM"], capture_output=True, text=True).stdout
+    return sorted({str(Path(path).resolve()) for path in re.findall(r"(?<=\s)/\S+", rules)})
 
 
-def digest(start: str, files: Sequence[str], csrc: Path) -> str:
+def digest(start: str, files: Sequence[str]) -> str:
     """Of a text and the contents of files; another one if a file is gone."""
     total = hashlib.sha256(start.encode())
-    for name in files:
-        path = csrc / name.removeprefix("csrc/")
-        total.update(name.encode() + (path.read_bytes() if path.exists() else b""))
+    for path in map(Path, files):
+        total.update(str(path).encode() + (path.read_bytes() if path.exists() else b""))
     return total.hexdigest()[:16]
 
 
-def compile_(command: Sequence[str | Path], suffix: str, csrc: Path = CSRC) -> Path:
+def compile_(command: Sequence[str | Path], suffix: str) -> Path:
     """The result of `g++ FLAGS command -o ...`, compiled unless the files that it reads, which are
     listed beside the results, are as they were before."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise RuntimeError("the kernels of csrc/cuda are tested with g++: apt-get install g++")
-    words = [compiler, *FLAGS, *map(str, command)]
-    csrc = csrc.resolve()
+    words = [compiler, *FLAGS, *map(str, command), f"-I{CSRC}"]  # last: the models come first
     version = subprocess.check_output([compiler, "--version"], text=True)
-    start = digest(version + " ".join(words), (), csrc)  # an object has a name of its own
+    start = digest(version + " ".join(words), ())  # an object has a name of its own
     BUILD.mkdir(parents=True, exist_ok=True)
     listed = BUILD / f"{start}.read"
     with (BUILD / f"{start}.lock").open("w") as lock:  # another test process may compile it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if listed.exists():
-            target = BUILD / f"{digest(start, listed.read_text().split(), csrc)}{suffix}"
+            target = BUILD / f"{digest(start, listed.read_text().split())}{suffix}"
             if target.exists():
                 return target
-        files = included(words, csrc)
-        target = BUILD / f"{digest(start, files, csrc)}{suffix}"
+        files = included(words)
+        target = BUILD / f"{digest(start, files)}{suffix}"
         if not target.exists():
             partial = target.with_suffix(f".partial{suffix}")
-            words += [f"-I{csrc}", "-o", str(partial)]
+            words += ["-o", str(partial)]
             done = subprocess.run(words, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-4000:]}")
@@ -98,7 +91,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def instrumented() -> Path:
-    """The kernels with a call at each access: of ThreadSanitizer, or of counting.cpp."""
+    """The kernels with a call of ThreadSanitizer at each access."""
     words = ["-O2", "-g1", "-fsanitize=thread", "-fno-sanitize-recover=all"]
     return compile_([*words, "-c", HERE / "sanitized.cpp"], ".o")
 

@@ -18,8 +18,6 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-[[gnu::weak]] void on_launch();  // of a program that counts accesses by launch (counting.cpp)
-
 namespace cuda_on_cpu {
 
 namespace {
@@ -346,7 +344,6 @@ cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
     std::fprintf(stderr, "the shim runs at most %d threads at once\n", kMaxThreads);
     return cudaErrorInvalidConfiguration;
   }
-  if (on_launch != nullptr) on_launch();
   scheduler_stack.adopt_this_thread();
   body = &kernel;
   failed = false;

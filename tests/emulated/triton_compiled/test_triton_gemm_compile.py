@@ -46,7 +46,6 @@ class Build:
     accumulate: bool = False
     split: bool = False
     tma: bool | None = None  # None: as the tile config says
-    flatten: bool = False
     aligned: bool = True
 
     @property
@@ -90,7 +89,7 @@ def built(it: Build) -> list[Any]:
     """The kernels that are launched for it: the GEMM's, and that of the parts of a split K."""
     with pytest.MonkeyPatch.context() as patch:
         launches = record_launches(patch, it.capability)
-        config = replace(it.config, flatten=it.flatten, tma=it.uses_tma)
+        config = replace(it.config, tma=it.uses_tma)
         patch.setattr(gemm, "_gpu", lambda _: (it.capability, 100))
         patch.setattr(gemm, "pick", lambda *_: config)
         patch.setattr(gemm, "split_k", lambda *_: 1 + it.split)
@@ -198,15 +197,6 @@ def test_pairs_of_fp8_formats(capability: int) -> None:
     for a, b in pairs:
         check(Build(capability, "fp8", "large", a=a, b=b))
     check(Build(capability, "fp8 fast", "small", a=E5M2, b=E5M2))
-
-
-@pytest.mark.parametrize("family", ["16-bit", "fp8"])
-@pytest.mark.parametrize("capability", [90, 100])
-def test_flattened_loops_compile(capability: int, family: str) -> None:
-    """For tile configs that a measurement may bring. Another buffer for the result comes on top."""
-    kernel, *_ = built(Build(capability, family, "small", flatten=True))
-    assert ".local" not in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= configs.SHARED_KIB[capability] * 1024
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

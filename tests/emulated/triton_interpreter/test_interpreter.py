@@ -1,7 +1,6 @@
 """What the tests of ../values do not reach in Triton's interpreter: the ops as ops of torch, the
-random bits of the updates, how the GEMM reads its operands, that the grouped one finds on the
-device which rows belong to which group, and what the launchers of the fused ops allocate: their
-results, and no values that are not cast."""
+random bits of the updates, how the GEMM reads its operands, and that the grouped one finds on the
+device which rows belong to which group."""
 
 from __future__ import annotations
 
@@ -13,11 +12,10 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import FP8, contiguous, from_bits, name, normal, small_integers, transposed
-from emulated.agreement import OPS, TRITON, Agreement, launcher, tensors
+from cases import FP8, contiguous, from_bits, name, small_integers, transposed
+from emulated.agreement import OPS, TRITON, Agreement, launcher
 from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, triton
-from emulated.values.test_fused import BF16, CASTS, F32
-from torch.utils._python_dispatch import TorchDispatchMode
+from emulated.values.test_fused import BF16
 
 import mixprec
 from mixprec import ops
@@ -28,11 +26,6 @@ from mixprec.triton_kernels.rounding import random16
 from mixprec.triton_kernels.tiles import ceil_div, int64
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def test_the_interpreter_runs() -> None:
-    assert launch.INTERPRETED, "TRITON_INTERPRET=1 must be set before triton is imported"
-    assert launch.soft_cast(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture
@@ -118,18 +111,6 @@ def test_tma_in_all_four_layouts(
             assert torch.equal(got, a.float() @ b.float())
 
 
-def test_what_tma_cannot_take() -> None:
-    x = torch.zeros(64, 64, dtype=torch.float16)
-    assert fits(x)
-    assert fits(x.t())
-    assert fits(x[:, :33])  # the leading dimension counts
-    assert not fits(x[:, 1:])  # base
-    assert not fits(torch.zeros(64, 65, dtype=torch.float16))  # leading dimension
-    assert not fits(x[:1].expand(64, 64))  # rows that overlap
-    assert fits(torch.zeros(64, 16, dtype=FP8[0]))
-    assert not fits(torch.zeros(64, 8, dtype=FP8[0]))
-
-
 @triton.jit
 def _last_block_kernel(x_ptr, codes_ptr, ranges_ptr, n, BITS: tl.constexpr):
     """The last group of a tensor of n elements, of which memory holds no other."""
@@ -194,41 +175,3 @@ def test_groups_of_any_size(
         acc, of_groups = torch.ones(e, k, n), torch.arange(1.0, e + 1).view(e, 1, 1)
         agree("gemm_grouped", (a.t(), g, None, of_groups, offs, BF16, False))
         agree("gemm_grouped_accumulate_", (acc, a.t(), g, of_groups, torch.ones(()), offs))
-
-
-X, OTHER = (normal((33, 40), BF16, seed=seed) for seed in range(2))
-FUSED_CALLS: list[tuple[Any, ...]] = [
-    ("norm_quantize", X, None, None, None, 1e-5, False),
-    ("norm_quantize", X, OTHER, OTHER[0], OTHER[1], 1e-5, True),
-    ("act_quantize", X, None, "gelu"),
-    ("act_quantize", X, OTHER, "silu"),
-    ("act_backward", OTHER, X, None, "gelu_tanh"),
-    ("act_backward", OTHER, X, OTHER, "relu2"),
-]
-
-
-class Large(TorchDispatchMode):
-    """Keeps the FP32 tensors of X's size or more that operations return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **kwargs or {})
-        self.kept += large(made)
-        return made
-
-
-def large(made: Any) -> list[torch.Tensor]:
-    return [t for t in tensors([made]) if t.dtype == F32 and t.numel() >= X.numel()]
-
-
-@pytest.mark.parametrize("turn", range(len(CASTS)))
-def test_no_values_in_fp32(turn: int) -> None:
-    """But for those that are asked for."""
-    for op_name, *arguments in FUSED_CALLS[turn % 2 :: 2]:
-        with Large() as mode:
-            results = launcher(op_name)(*arguments, *CASTS[turn])
-        places = ({t.data_ptr() for t in found} for found in (mode.kept, large(results)))
-        assert next(places) == next(places), (op_name, CASTS[turn])

@@ -1,6 +1,6 @@
 // In place of csrc/cuda/common/cvt.cuh: what the PTX manual says of each of its instructions ("cvt"
-// in "Data movement and conversion instructions"), in fp64 and without the casts of csrc/math, with
-// which test_cvt.py compares it for every input.
+// in "Data movement and conversion instructions"), in fp64 and without the casts of csrc/math, of
+// which the references of ../../../../values are made.
 #pragma once
 
 #include <cmath>

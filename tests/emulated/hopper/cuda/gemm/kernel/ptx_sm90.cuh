@@ -13,9 +13,6 @@ using namespace model;  // as it is, but for what has template arguments
 using TensorMap = CUtensorMap;
 using Barrier = uint64_t;
 
-// Which mutation of the kernel is in force (mutations.py), 0: none.
-inline int mutation = 0;
-
 inline uint8_t* dynamic_shared() { return static_cast<uint8_t*>(cuda_on_cpu::dynamic_shared()); }
 
 template <int n>
