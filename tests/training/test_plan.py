@@ -23,10 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 import mixprec.__main__
-from mixprec.diagnostics.layers import Matrices
-from mixprec.diagnostics.plan.program import Costs, Program, choose, costs, parse
-from mixprec.diagnostics.plan.sensitivity import Layer, Training
-from mixprec.recipes import GEMMS, READ_BY, Recipe
+from mixprec.diagnostics.plan.program import Costs, Program
+from mixprec.recipes import GEMMS, READ_BY
 
 FORMATS = ("mxfp4", "fp8", "bf16")
 
@@ -134,27 +132,7 @@ def test_the_best_of_all_assignments(seed: int, decades: float) -> None:
     assert program.solve(["loss"], {"time": 0.0}) is None
 
 
-def test_of_equal_ones_the_cheaper() -> None:
-    harm = {"a": {"forward": {"mxfp4": 0.5, "fp8": 0.5, "bf16": 0.5}}}
-    product = {"forward": {"mxfp4": 2.0, "fp8": 1.0, "bf16": 3.0}}
-    program = Program(harm, {"a": Costs(product, {}, {"forward": dict.fromkeys(FORMATS, 0.0)})})
-    assert program.solve(["loss", "time"], {}) == {"a": {"forward": "fp8"}}
-
-
 # Sensitivities
-
-
-def test_products_are_those_of_the_layers() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(64, 96, bias=False)
-    x, g = torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
-    matrices = Matrices.of_layer(layer, x, layer.weight, g)
-    for name in ("bf16", "fp8", "fp8-block", "mxfp8"):
-        y = mixprec.functional.linear(x, layer.weight, recipe=name)
-        wants = (y, *torch.autograd.grad(y, (x, layer.weight), g))
-        for product, want in zip(GEMMS, wants, strict=True):
-            got = matrices.product(product, Recipe.parse(name))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
@@ -195,24 +173,6 @@ def test_predicted_is_what_the_loss_grows_by(loss: Any) -> None:
                 plan.measured[name]["harm"]["forward"][recipe],
             )
             assert predicted / 6 < grown < predicted * 6, (name, recipe)
-
-
-def test_errors_of_gradients() -> None:
-    """Of Adam and of SGD, by their formulas; grad_input's by the weights before it."""
-    adam, sgd = Training(100, 1e-2, True), Training(100, 1e-2, False)
-    error, grad = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 0.5])
-    assert adam.harm(error, grad, 7) == pytest.approx(0.5 * 100 * 1e-4 * 7 * 5.0)
-    assert sgd.harm(error, grad, 7) == pytest.approx(0.5 * 100 * 1e-4 * 7 * 10.0)
-    plan = planned(budget={"time": 1.0})
-    harm = {name: row["harm"] for name, row in plan.measured.items()}
-    for products in harm.values():
-        for values in products.values():
-            assert values["bf16"] < min(values["fp8"], values["mxfp4"]) / 10
-    ratios = [
-        math.sqrt(harm[name]["grad_input"]["mxfp4"] / harm[name]["grad_input"]["fp8"])
-        for name in ("up", "down", "head")
-    ]
-    assert all(2 < ratio < 20 for ratio in ratios)
 
 
 def test_as_many_passes_as_were_allowed() -> None:
@@ -386,9 +346,8 @@ def test_recipes_of_a_file(tmp_path: Path) -> None:
         load(recipes={"upp": "fp8"})
     with pytest.raises(ValueError, match="the recipe of layer 'up' must have no outliers"):
         load(recipes={"up": "mxfp4+outliers-0.1"})
-    for changed in ({"version": 1}, {"more": 1}):
-        with pytest.raises(ValueError, match=r"must be a file of Plan\.save, of version 2"):
-            load(**changed)
+    with pytest.raises(ValueError, match=r"must be a file of Plan\.save, of version 2"):
+        load(version=1)
     path.write_text("{")
     with pytest.raises(ValueError, match="must be JSON"):
         mixprec.Plan.load(path)
@@ -423,7 +382,6 @@ def test_the_front_and_its_plot(tmp_path: Path) -> None:
         within = [loss for t, loss in front if t <= time * (1 + 1e-6)]
         assert min(within) <= program.value("loss", uniform) * (1 + 1e-6)
     plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_compared_with_other_recipes() -> None:
@@ -442,8 +400,6 @@ def test_compared_with_other_recipes() -> None:
     ("options", "match"),
     [
         ({"budget": {"speed": 1}}, "budget must be limits of some of"),
-        ({"budget": {}}, "budget must be limits"),
-        ({"budget": {"time": True}}, "budget must be limits"),
         ({"hardware": "abacus"}, "hardware must be 'a100'"),
         ({"formats": ("fp16",)}, "outliers and loss scaling, got fp16"),
         ({"formats": ("fp8-delayed",)}, "without state"),
@@ -461,26 +417,6 @@ def test_bad_input(options: dict[str, Any], match: str) -> None:
 
 
 # Costs
-
-
-def test_costs_of_hardware() -> None:
-    chosen, left = choose(FORMATS, parse("h200"))
-    assert [*chosen] == ["bf16", "fp8"]
-    assert "decoded to bf16" in left["mxfp4"]
-    assert [*choose(("nvfp4", "mxfp8"), parse("B200"))[0]][1:] == [
-        "nvfp4-1x16", "mxfp8"
-    ]  # fmt: skip
-    layer = Layer("a", nn.Linear(4096, 4096), flops=2 * 8192 * 4096**2)
-    layer.x = layer.y = 8192 * 4096
-    layer.w = 4096**2
-    layer.harm = {product: dict.fromkeys(chosen, 0.0) for product in GEMMS}
-    found = costs(layer, chosen, parse("h200"))
-    assert found.product["forward"]["bf16"] == pytest.approx(2 * 8192 * 4096**2 / 989e12)
-    assert found.product["forward"]["fp8"] == pytest.approx(2 * 8192 * 4096**2 / 1979e12)
-    assert found.cast["x"] == {"bf16": 0.0, "fp8": pytest.approx(8192 * 4096 * 4 / 4.8e12)}
-    assert found.kept["grad_weight"] == {"bf16": 2 * layer.x, "fp8": layer.x}
-    assert found.kept["grad_input"] == {"bf16": 0.0, "fp8": layer.w}
-    assert set(found.kept["forward"].values()) == {0.0}
 
 
 def test_the_command(
