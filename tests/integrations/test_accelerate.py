@@ -90,28 +90,6 @@ def test_it_equals_the_loop_and_resumes_bit_for_bit(case: Case, tmp_path: Path) 
         assert list(map(repr, own)) == list(map(repr, norms[-len(own) or len(norms) :]))
 
 
-def test_clipping_by_value_and_a_norm_without_clipping() -> None:
-    """clip_grad_value_, and the norm without clipping, under a scaler."""
-    accelerator = attach(accelerate.Accelerator(cpu=True), FP16.make_scaler())
-    model, other, scale = FP16.make_model(), FP16.make_model(), FP16.make_scaler()
-    optimizer, _ = optimizer_and_scheduler(model.parameters())
-    reference, _ = optimizer_and_scheduler(other.parameters(), **FP16.clip)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in batches(3, infs=()):
-        accelerator.backward(FP16.loss(model, *batch))
-        accelerator.clip_grad_value_(model.parameters(), FP16.clip["max_grad_value"])
-        norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        scale.scale(FP16.loss(other, *batch)).backward()
-        reference.max_grad_norm = float("inf")  # reads the norm
-        scale.step(reference)
-        scale.update()
-        reference.zero_grad()
-        assert norm == reference.grad_norm.float() > 0
-    assert_same_bits(model.state_dict(), other.state_dict())
-
-
 def test_optimizers_of_torch_are_unscaled_clipped_and_skipped() -> None:
     """torch.optim.AdamW under mixprec.GradScaler: unscaled once, clipped, skipped."""
     accelerator = attach(accelerate.Accelerator(cpu=True), mixprec.GradScaler(init_scale=64.0))
@@ -194,17 +172,6 @@ def test_without_attach_it_is_right_or_says_what_is_wrong(
     told = [str(each.message) for each in recwarn if "attach(" in str(each.message)]
     assert len(told) == clips
     assert all(each.filename == __file__ for each in recwarn if str(each.message) in told)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp8"])
-def test_precisions_of_accelerate_with_their_own_scaler_or_layers(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """mixed_precision "fp16" and "fp8" are errors."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    monkeypatch.setattr(type(accelerator), "mixed_precision", precision)
-    with pytest.raises(ValueError, match=f"mixed_precision 'no' or 'bf16', got '{precision}'"):
-        attach(accelerator)
 
 
 @pytest.mark.parametrize("launcher", [(), TWO_RANKS])

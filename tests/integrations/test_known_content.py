@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,6 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import mixprec  # noqa: E402
-from mixprec.integrations import fused_loss  # noqa: E402
-from mixprec.nn import _scope, fuse, known, known_norms  # noqa: E402
-from mixprec.nn._content import content_of  # noqa: E402
 from mixprec.nn.known import spec_of  # noqa: E402
 
 K = 16
@@ -108,11 +104,7 @@ def test_a_class_of_the_same_text_is_fused_rightly(what: str, change: Any, own: 
 
 CHANGES: dict[str, tuple[str, Callable[[str], str]]] = {
     "a constant": ("norm", lambda t: t.replace("pow(2)", "pow(4)")),
-    "a dtype": ("norm", lambda t: t.replace("torch.float32", "torch.float64")),
-    "an operator": ("norm", lambda t: t.replace("variance + self", "variance - self")),
-    "a keyword": ("norm", lambda t: t.replace("keepdim=True", "keepdim=1")),
     "a name": ("mlp", lambda t: t.replace("self.up_proj(x)", "self.gate_proj(x)")),
-    "a statement": ("mlp", lambda t: t.replace("return down_proj", "return down_proj.neg()")),
     "a method": ("centered", lambda t: t.replace("torch.rsqrt", "torch.sqrt")),
     "another base": ("norm", lambda t: t.replace("(nn.Module)", "(nn.Identity)")),
     "a call": ("norm", lambda t: t + "\n    def __call__(self, x):\n        return 2 * x\n"),
@@ -206,39 +198,3 @@ def test_what_is_replaced_after_convert_is_seen(
     assert torch.equal(y, plain(x))
     monkeypatch.undo()
     assert torch.equal(got(x), before)
-
-
-@pytest.mark.slow
-def test_how_many_classes_of_transformers_are_known() -> None:
-    """Prints the counts. The text of most of its norms and MLPs is one of a few."""
-    root = Path(transformers.__file__).parent
-    counts: Counter[str] = Counter()
-    for path in sorted(root.glob("models/*/modeling_*.py")):
-        name = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue  # for want of another library
-        for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__ == name and issubclass(kind, nn.Module):
-                digest = content_of(kind).digest or ""
-                counts[digest] += digest in known._CONTENTS or digest in known_norms._CONTENTS
-                counts["loss"] += fused_loss._is_known(kind)
-                method = content_of(getattr(kind, "feed_forward_chunk", text_of))
-                counts["layers"] += method.digest in fuse._CONTENTS.digests
-        rotate = content_of(getattr(module, "apply_rotary_pos_emb", text_of))
-        counts["rotary"] += rotate.digest == _scope._ROTARY
-    mlps = [d for d, f in known._CONTENTS.items() if f.__qualname__.startswith("_mlp")]
-    counts["fused norms"] = sum(counts[digest] for digest in known.NORM_CONTENTS)
-    counts["norms"] = sum(counts[digest] for digest in known_norms._CONTENTS)
-    counts["MLPs"] = sum(counts[digest] for digest in mlps)
-    print(*(f"{n:4} {what}" for what, n in counts.most_common() if n), sep="\n")
-    floors = {
-        "fused norms": 150,
-        "norms": 215,
-        "MLPs": 265,
-        "rotary": 110,
-        "loss": 30,
-        "layers": 38,
-    }
-    assert {what: counts[what] for what, floor in floors.items() if counts[what] < floor} == {}

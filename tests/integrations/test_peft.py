@@ -129,48 +129,6 @@ def test_modules_to_save(base: str) -> None:
     assert head.grad is not None
 
 
-@methods
-def test_layers_of_bitsandbytes_in_4_bits(use_dora: bool) -> None:
-    """QLoRA: layers of bitsandbytes in 4 bits stay, the adapters on them are converted"""
-    bnb = pytest.importorskip("bitsandbytes", reason="the package bitsandbytes is not installed")
-    base = network()
-    for name in ADAPTED:
-        linear = base.get_submodule(name)
-        n, k = linear.weight.shape
-        in_4bit = bnb.nn.Linear4bit(k, n, compute_dtype=torch.float32, quant_type="nf4")
-        in_4bit.load_state_dict(linear.state_dict())
-        base.set_submodule(name, in_4bit.to("cpu"))  # which makes the codes
-    base.is_loaded_in_4bit = True  # for peft to take its layer for them
-    model = adapted(use_dora, base)
-    layers = [model.get_submodule(f"base_model.model.{name}") for name in ADAPTED]
-    codes = [layer.base_layer.weight.clone() for layer in layers]
-    x = batches(1, infs=())[0][0]
-    want = model(x)
-    with pytest.warns(UserWarning, match="Linear4bit .* a forward pass of its own"):
-        mixprec.convert(model, "bf16")
-    assert mixprec.testing.sqnr(want, model(x)) > 35
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = mixprec.optim.AdamW(trained, lr=1e-2)
-    losses = []
-    for _ in range(10):
-        losses.append(model(x).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.9 * losses[0]
-    for layer, before in zip(layers, codes, strict=True):
-        assert isinstance(layer, peft.tuners.lora.bnb.Linear4bit)
-        assert type(layer.base_layer) is bnb.nn.Linear4bit
-        assert torch.equal(layer.base_layer.weight, before)
-        assert type(layer.lora_A["default"]) is type(layer.lora_B["default"]) is mixprec.nn.Linear
-    _, report = mixprec.freeze(model)
-    assert not report.layers
-    assert set(report.left.values()) == {"an adapter of peft"}
-    assert type(mixprec.unconvert(model).get_submodule("base_model.model.0.lora_A.default")) is (
-        nn.Linear
-    )
-
-
 def test_example(tmp_path: Path) -> None:
     """The program in examples/ runs as it stands"""
     assert "merged" in run_program(tmp_path, "train_peft.py")

@@ -12,14 +12,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
@@ -216,9 +213,6 @@ def compare(seed: int, fuse: bool | None, feature: str, backend: str) -> list[st
     return [f"{name} of run {i}" for i, names in enumerate(different) for name in names]
 
 
-PACKAGE = str(Path(mixprec.__file__).parent)
-
-
 def run(seed: int) -> bool:
     """Whether there was something to compare."""
     feature = [*FEATURES][seed % len(FEATURES)]
@@ -238,72 +232,6 @@ def test_compiled_programs(seed: int) -> None:
 def test_three_hundred_compiled_programs(part: int) -> None:
     """torch.compile raises an error for some: two calls of one layer in 16 bits in a graph."""
     assert sum(run(seed) for seed in range(12 * part, 12 * part + 12)) > 4
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            print(end="")
-            x = torch.softmax(self.inner(x).mT, -1) * (2.0 if x.is_cuda else 0.5)
-            q = x[None, None]
-            x = nn.functional.scaled_dot_product_attention(q, q, q)[0, 0]
-        return x
-
-
-def test_no_frame_of_a_mode_is_compiled() -> None:
-    """Only forward passes, and functions that they call."""
-    compiled: list[CodeType] = []
-    handle = convert_frame.register_bytecode_hook(lambda code, _: compiled.append(code))
-    x = torch.randn(16, 16, requires_grad=True)
-    with handle, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for fuse in (False, True):
-            for region in FEATURES.values():
-                torch._dynamo.reset()
-                model = mixprec.convert(Broken(), "fp8", fuse=fuse)
-
-                def step(model: Any = model) -> None:
-                    torch._dynamo.graph_break()
-                    for _ in range(1):
-                        print(end="")
-                        model(x).sum().backward()
-
-                with region():
-                    torch.compile(step, backend="eager")()
-    own = {code.co_qualname for code in compiled if code.co_filename.startswith(PACKAGE)}
-    names = {name.rpartition(".")[2] for name in own}
-    assert compiled
-    assert names <= {"forward", "run", "__call__", "original"}, own
-
-
-WITHOUT = """
-import torch
-frames = torch._C._dynamo.eval_frame
-call = frames.set_code_exec_strategy
-del frames.set_code_exec_strategy
-import mixprec
-region = mixprec.autocast()
-frames.set_code_exec_strategy = call  # Dynamo's own
-def run(h):
-    for _ in range(1):
-        print(end="")
-    other = h.T
-    return torch.softmax(h, -1) @ other.float()
-x = torch.randn(8, 8, dtype=torch.bfloat16)
-with region:
-    assert torch.equal(run(x), torch.compile(run, backend="eager")(x))
-"""
-
-
-@pytest.mark.slow
-def test_a_torch_whose_dynamo_cannot_be_told() -> None:
-    command = [sys.executable, "-c", WITHOUT]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # torch.compile before anything has run eagerly, as the first lines of a training script do

@@ -116,6 +116,32 @@ def test_layers_that_are_not_measured_are_named(
     assert line.endswith(": 1")
 
 
+# torch.jit and torch.fx, which cannot trace the layers
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), (2, 8)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (1, 3, 5, 5)),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose1d(3, 4, 3)), (1, 3, 5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is deprecated, and traced
+@for_each("fuse", [False, True])
+@for_each("recipe", ["bf16", "fp8"])
+@for_each("name", MODELS)
+def test_the_error_names_unconvert(name: str, recipe: str, fuse: bool) -> None:
+    make, shape = MODELS[name]
+    model, x = mixprec.convert(make(), recipe, fuse=fuse), torch.randn(shape)
+    for trace in (torch.jit.script, lambda m: torch.jit.trace(m, x), torch.fx.symbolic_trace):
+        with pytest.raises((RuntimeError, TypeError), match=r"mixprec\.unconvert\(model\)"):
+            trace(model)
+    with mixprec.autocast(enabled=False):
+        torch.jit.trace(model, x)
+    torch.jit.trace(mixprec.unconvert(model), x)
+
+
 # Converted layers take the arguments of the layers that they replace, by torch's names too
 
 
@@ -163,15 +189,6 @@ def test_by_keyword_as_by_position(kind: str) -> None:
     whole = not isinstance(layer, mixprec.nn.Intercepted)  # which is left out of the graph
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=whole)
     assert torch.equal(output(compiled, **kwargs), want)
-
-
-def test_conv1d_of_transformers_and_frozen_layers() -> None:
-    utils = pytest.importorskip("transformers.pytorch_utils")
-    x = torch.randn(4, 16)
-    layer = mixprec.convert(utils.Conv1D(8, 16), "fp8")
-    assert torch.equal(layer(x=x), layer(x))
-    frozen, _ = mixprec.freeze(nn.Linear(16, 8))
-    assert torch.equal(frozen(input=x), frozen(x))
 
 
 def net() -> nn.Module:

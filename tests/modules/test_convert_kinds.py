@@ -184,16 +184,6 @@ def test_copies_have_scales_that_are_updated(kind: str) -> None:
     assert hasattr(copied, "mine") == (kind == "WithDeepcopy")
 
 
-def test_parametrizations_can_be_removed_and_added() -> None:
-    layer, x = mixprec.convert(parametrizations.weight_norm(Own(32, 16)), "bf16"), torch.ones(32)
-    y = layer(x)
-    parametrize.remove_parametrizations(layer, "weight")
-    assert torch.equal(layer(x), y)
-    assert isinstance(layer, (Own, mixprec.nn.Linear))
-    parametrizations.weight_norm(layer)
-    torch.testing.assert_close(layer(x), y)
-
-
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped_mm"])
 def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
     x, offs = torch.randn(12, 32), torch.tensor([5, 5, 12], dtype=torch.int32)
@@ -214,13 +204,6 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
     if grouped:  # of another form, which stays torch's
         batch = torch.randn(3, 4, 32)
         assert torch.equal(experts(batch, None), plain.requires_grad_(False).grouped_form(batch))
-
-
-class Renamed(nn.Linear):
-    """As FalconLinear of transformers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T + self.bias
 
 
 OPERATORS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -390,16 +373,6 @@ def test_a_matrix_product_in_a_transform_uses_the_recipe(transform: str) -> None
         call = functools.partial(torch.func.functional_call, layer)
         y = torch.func.vmap(lambda w: call(w, (x,)))(weights)[0]
     assert 20 < sqnr(want, y) < 40
-
-
-def test_a_linear_layer_under_another_name_is_known_by_its_class(monkeypatch: Any) -> None:
-    place = SimpleNamespace(FalconLinear=Renamed)
-    monkeypatch.setitem(sys.modules, "transformers.models.falcon.modeling_falcon", place)
-    layer, x = mixprec.convert(Renamed(32, 16), "fp8"), torch.randn(4, 32)
-    assert isinstance(layer, mixprec.nn.Linear)
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
-    frozen, _ = mixprec.freeze(nn.Sequential(Renamed(32, 16)))
-    assert type(frozen[0]) is not Renamed
 
 
 class Recomputed(Experts):
@@ -597,21 +570,6 @@ def test_adapters_on_layers_in_4_bits_are_converted(monkeypatch: pytest.MonkeyPa
     converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
     assert converted == ["0.lora_A.default", "0.lora_B.default", "1.base_layer"]
     assert type(model[0].base_layer) is Linear4bit
-
-
-def test_an_embedding_that_may_be_a_head_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a shape that no layer has, and large: the share of the weights is not of the FLOPs."""
-    head = nn.Linear(32, 1000)
-    for tokens, more, said in (
-        (1000, {}, "; not counted: tokens: if F.linear or @ use it as a head, that stays as it is, "
-                   "with up to 97% of the FLOPs (mixprec.audit)"),
-        (1000, {"head": head}, ""),
-        (1, {}, ""),
-    ):  # fmt: skip
-        parts = {"tokens": nn.Embedding(tokens, 32), "body": nn.Linear(32, 32), **more}
-        with caplog.at_level(logging.INFO, "mixprec"):
-            mixprec.convert(nn.ModuleDict(parts), "bf16")
-        assert caplog.messages[-1].endswith(f"100% of the weights{said}")
 
 
 def loss_of_layers() -> nn.Module:

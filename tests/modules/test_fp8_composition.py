@@ -136,20 +136,6 @@ def test_two_compiled_passes_before_their_backwards() -> None:
 
 
 @for_each("recipe, kind", EVERY)
-def test_functional_call(recipe: str, kind: str) -> None:
-    model = make(recipe, kind)
-    params = {name: p.detach() * 2 for name, p in model.named_parameters()}
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    got = torch.func.functional_call(model, (params, buffers), (batch(0, kind),))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    assert torch.equal(got, model(batch(0, kind)))
-    used = [b for name, b in buffers.items() if name.endswith(".amax")]
-    assert all((b >= 0).all() for b in used), "what was handed in was written to"
-
-
-@for_each("recipe, kind", EVERY)
 def test_an_exported_program_computes_the_same_and_shares_the_scales(
     recipe: str, kind: str
 ) -> None:

@@ -197,14 +197,6 @@ def test_a_root_that_is_a_linear_and_gradients_to_the_input() -> None:
     assert "in_features=8, out_features=4, bias=True, int8/row" in repr(root)
 
 
-def test_the_report_says_how_much_is_frozen_and_warns() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Conv2d(64, 64, 1))
-    with pytest.warns(UserWarning, match="freeze: int8 was asked for and reaches 50%"):
-        _, report = mixprec.freeze(model)
-    line = "in int8: 50% of the weights; left out: Conv2d 50.0% (1: only linear layers are frozen)"
-    assert line in str(report).splitlines()
-
-
 @for_each("fmt, other", [(a, b) for a in FORMATS for b in FORMATS if a != b])
 def test_a_state_dict_of_another_format_is_refused(fmt: str, other: str) -> None:
     """Also with one input, where all shapes agree; and codes never pass for weights."""

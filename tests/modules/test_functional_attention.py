@@ -106,17 +106,6 @@ def test_autocast_casts_the_operands(dtype: torch.dtype) -> None:
         ind.assert_same_bits(x, y.float())
 
 
-def test_compiled() -> None:
-    """Forward and backward in one graph, with bits as without; another length compiles anew."""
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for t, causal in ((9, True), (9, False), (13, True), (17, True)):
-        args = operands(torch.bfloat16, t=t)
-        want, got = (with_grads(f, args, causal=causal) for f in (attention, compiled))
-        for x, y in zip(got, want, strict=True):
-            ind.assert_same_bits(x, y)
-            assert x.stride() == y.stride()
-
-
 # convert of nn.MultiheadAttention and of torch's Transformer
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,22 +26,11 @@ from torch.profiler import profile
 
 import mixprec
 from mixprec import functional
-from mixprec.functional import operands
 from mixprec.nn import MLP, GatedMLP, NormLinear
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
 WITHOUT_STATE = tuple(r for r, recipe in RECIPES.items() if not recipe.is_delayed)
-MXFP8, FP32 = RECIPES["mxfp8"], torch.float32
-# recipes of block formats, and the dtypes of what the fused ops return
-MX = {
-    "mxfp8": (MXFP8, {torch.float8_e4m3fn}),
-    "e5m2 gradients": (replace(MXFP8, g="e5m2"), {torch.float8_e4m3fn, torch.float8_e5m2}),
-    "stochastic": (replace(MXFP8, stochastic_rounding=("g",)), {torch.float8_e4m3fn, FP32}),
-    "hadamard": (replace(MXFP8, hadamard=True), {FP32}),
-    "scale_mode": (replace(MXFP8, scale_mode="even"), {FP32}),
-    "mxfp4": (RECIPES["mxfp4"], {FP32}),
-}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,34 +93,6 @@ def test_the_modules_learn_like_torchs(recipe: str) -> None:
         assert float(sqnr(exact, got[key])) > floor, key
 
 
-@pytest.mark.parametrize("recipe", MX)
-def test_mx_of_the_fused_ops_is_that_of_quantize(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same bits as with FP32 values that are cast by an op of their own; which recipes do."""
-    given, casts_to = MX[recipe]
-    seen = set()
-    make = operands.OperandCast.make
-
-    def recorded(*arguments: Any) -> operands.OperandCast:
-        seen.add(make(*arguments).cast.dtype)
-        return make(*arguments)
-
-    def plain(*arguments: Any) -> operands.OperandCast:
-        return make(*arguments)._replace(cast=operands._UNCAST)
-
-    model, x = model_and_batch()
-    mixprec.convert(model, given, fuse=True)
-    results = []
-    for how in (recorded, plain):
-        monkeypatch.setattr(operands.OperandCast, "make", staticmethod(how))
-        torch.manual_seed(1)
-        results.append(gradients(model, x))
-    assert seen == casts_to
-    for key, value in results[0].items():
-        assert torch.equal(value, results[1][key]), key
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8"])
 def test_compiled_as_eager(recipe: str) -> None:
@@ -143,18 +102,6 @@ def test_compiled_as_eager(recipe: str) -> None:
     twin.compile(backend="aot_eager", fullgraph=True)
     mine, expected = gradients(twin, x), gradients(model, x)
     assert [key for key in expected if not torch.equal(mine[key], expected[key])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_fused_model_is_exported(strict: bool) -> None:
-    x = torch.randn(3, WIDTH)
-    model = mixprec.convert(feed_forward(), "fp8", fuse=True)
-    exported = torch.export.export(model, (x,), strict=strict)
-    y = exported.module()(x)
-    # Without strict, torch's modes watch the functions, and the modules run one by one.
-    assert torch.equal(y, model(x)) or not strict
-    assert float(sqnr(model(x), y)) > 25
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -222,28 +169,15 @@ def test_a_norm_or_activation_alone_runs_in_one_pass(
 
 
 class Core(nn.Module):
-    """Attention, the layer whose recipe holds for it, and where a region begins."""
+    """Attention, and the layer whose recipe holds for it."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.proj, self.dtype, self.inside = nn.Linear(16, 16), dtype, nullcontext
+        self.proj, self.dtype = nn.Linear(16, 16), dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self.inside():
-            q = x.view(1, 2, -1, 16).to(self.dtype)
-            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_regions_hold_for_attention_wherever_they_begin(inside: bool) -> None:
-    model, x = Core(), torch.randn(8, 16)
-    plain = model(x)
-    mixprec.convert(model, "bf16", fuse=True)
-    for enabled in (True, False):
-        region = partial(mixprec.autocast, enabled=enabled)
-        model.inside = region if inside else nullcontext
-        with nullcontext() if inside else region():
-            assert torch.equal(model(x), plain) is not enabled
+        q = x.view(1, 2, -1, 16).to(self.dtype)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "bf16", "fp8"])

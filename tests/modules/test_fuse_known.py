@@ -9,16 +9,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_cases import WIDTH, converted, feed_forward, model_and_batch
+from layer_cases import (
+    WIDTH,
+    converted,
+    equal,
+    feed_forward,
+    gradients,
+    model_and_batch,
+    saved_tensors,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
+from mixprec._context import context
+from mixprec.functional import operands
 from mixprec.nn import MLPSpec, NormSpec, register_fusion
+from mixprec.ops import linear_pass
+from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
 
@@ -271,3 +285,83 @@ def test_copies_of_all_kinds_compute_from_what_they_hold() -> None:
     assert clone.a.weight.grad is not None
     bound = MethodType(model.forward, model)
     assert torch.equal(bound(x), model(x)), "as accelerate binds it"
+
+
+# A tensor that several layers of a module take is cast once
+
+
+class Three(nn.Module):
+    """What attention does with its input, and something in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n, bias=n < WIDTH) for n in (WIDTH, 16, 16))
+        self.between: Callable[[torch.Tensor], object] = torch.numel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        self.between(x)
+        return torch.cat((q, self.k(x) * self.v(x)), dim=-1)
+
+
+def both(recipe: str) -> tuple[Any, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    return *converted(Three(), recipe), torch.randn(2, 35, WIDTH)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    """The output and the gradients, and how many bytes were saved for backward."""
+    torch.manual_seed(1)  # of stochastic rounding
+    with saved_tensors() as saved:
+        results = gradients(model, x)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}
+    return results, sum(storages.values())
+
+
+def casts_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many layers' inputs one call of the model casts."""
+    cast, one = Mock(wraps=operands.cast), Mock(wraps=linear_pass.linear_forward)
+    with monkeypatch.context() as patch:
+        patch.setattr(operands, "cast", cast)
+        patch.setattr(linear_pass, "linear_forward", one)
+        model(x)
+    in_one_call = sum(call.args[0].dtype == torch.float32 for call in one.call_args_list)
+    return in_one_call + sum(call.args[1] == "x" for call in cast.call_args_list)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_same_bits_and_fewer_bytes(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        plain, fused, x = both(recipe)
+    assert "layers with one input share its cast in Three (1)" in caplog.text
+    for _ in range(2):  # with delayed scales, once with the first ones and once with the next
+        (expected, before), (got, after) = step(plain, x), step(fused, x)
+        assert equal(got, expected)
+        # The copy of x is kept once, and not three times.
+        kept = 0 if RECIPES[recipe].is_delayed else 2 * x.numel() * RECIPES[recipe].x.bits // 8
+        assert after <= before - kept
+    assert all(map(torch.equal, plain.buffers(), fused.buffers()))
+
+
+# What happens between the calls of q and of k and v, and how many of the calls cast x. (Random
+
+
+def test_nothing_is_shared_where_a_write_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused, x = both("bf16")
+    with torch.inference_mode():
+        assert casts_of(fused, x.clone(), monkeypatch) == 3
+    with torch.utils._python_dispatch._disable_current_modes():
+        assert casts_of(fused, x, monkeypatch) == 1
+    with FlopCounterMode(display=False):
+        assert casts_of(fused, x, monkeypatch) == 3
+    assert casts_of(mixprec.convert(fused, "bf16"), x, monkeypatch) == 3, "not fused any more"
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    plain, fused, x = both("bf16")
+    fused.between = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fused(x)
+    fused.between = torch.numel
+    assert torch.equal(fused(x), plain(x))
+    assert context.casts == []

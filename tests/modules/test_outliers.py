@@ -16,7 +16,6 @@ from models import Model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 import mixprec
 from mixprec import functional
@@ -82,21 +81,6 @@ def test_the_buffer_may_be_written_between_forward_and_backward() -> None:
     y.square().sum().backward()
     assert x.grad is not None
     assert_same_bits(x.grad, want[1])
-
-
-def test_compressed_activations_leave_the_outliers() -> None:
-    def grad(bits: str | None) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(K, N))
-        mixprec.convert(model, "fp8-rowwise+gw-bf16+outliers-0.03", saved=bits)
-        assert mixprec.choose_outliers(model, [X]) == {"0": FEW.tolist()}
-        model(X.repeat(256, 1)).square().sum().backward()
-        assert model[0].weight.grad is not None
-        return model[0].weight.grad
-
-    want, got = grad(None), grad("int4")
-    assert_same_bits(got[:, FEW], want[:, FEW])
-    assert not torch.equal(got[:, OTHERS], want[:, OTHERS])
 
 
 def test_finite_values_beside_ones_that_are_not() -> None:
@@ -173,24 +157,6 @@ def test_frozen_parts_and_main_grad() -> None:
     assert not x.requires_grad
 
 
-def test_transforms_and_second_derivatives() -> None:
-    model = mlp()
-    want = step(model)
-
-    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, params, x).square().sum()
-
-    grads = torch.func.grad(loss)(dict(model.named_parameters()), X)
-    assert_same_lists(grads.values(), want[2:])
-    x = leaf(X)
-    with functional.twice_differentiable():
-        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        first.square().sum().backward()
-    assert_same_bits(first.detach(), want[1])
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-
-
 def test_choose_finds_what_was_planted() -> None:
     model = nn.Sequential(nn.Linear(K, N))
     with torch.no_grad():
@@ -223,9 +189,6 @@ def test_state_dicts() -> None:
         with pytest.raises(RuntimeError, match=r"0\.outliers must have shape \(96,\)"):
             other.load_state_dict(state | {"0.outliers": wrong})
     assert torch.equal(other[0].outliers, model[0].outliers)
-    other.bfloat16().float().to_empty(device="cpu")
-    assert torch.equal(other[0].outliers, model[0].outliers)
-    assert other.to("meta").to_empty(device="cpu")[0].outliers is None
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, K))
         mixprec.convert(empty, "fp8-rowwise+outliers-0.03")
@@ -261,21 +224,6 @@ def test_averages_and_changes_while_weights_are_kept() -> None:
         model(X)
 
 
-def test_choose_leaves_random_numbers_and_modes() -> None:
-    data = DataLoader(list(X), batch_size=8, shuffle=True)
-    model = mlp()
-    state = torch.get_rng_state()
-    with torch.inference_mode():
-        mixprec.choose_outliers(model, data)
-    assert torch.equal(torch.get_rng_state(), state)
-    step(model)
-    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    mixprec.convert(encoder, "mxfp8+outliers-0.05")
-    chosen = mixprec.choose_outliers(encoder, [torch.randn(2, 5, 64)])
-    assert {*chosen} == {"self_attn.out_proj", "linear1", "linear2"}
-    assert encoder(torch.randn(2, 5, 64)).isfinite().all()
-
-
 def test_other_layers_get_the_rest_of_the_recipe() -> None:
     parts = {"conv": nn.Conv2d(3, 8, 1), "linear": nn.Linear(8, 8)}
     model = nn.ModuleDict({**parts, "attention": nn.MultiheadAttention(8, 2)})
@@ -301,8 +249,6 @@ def test_errors() -> None:
             lambda: linear(recipe=name, outliers=torch.tensor([2, 2])),
             r"different indices of the 96 features, got \[2, 2\]",
         ),
-        (lambda: linear(recipe=name, outliers=FEW[:0]), r"one or more different indices"),
-        (lambda: mixprec.lean(nn.Linear(4, 4), lr=1e-3, recipe=name), none),
         (lambda: functional.matmul(x, w.t(), recipe=name), "must be given"),
         (lambda: functional.norm_linear(x, w, recipe=name), none),
         (lambda: functional.mlp(x, w, w.t(), act="gelu", recipe=name), none),
@@ -315,7 +261,6 @@ def test_errors() -> None:
         (lambda: mixprec.audit(mlp(), X, what_if=name), "recipe without outliers"),
         (lambda: Recipe.parse("fp8+outliers-1"), "below 1"),
         (lambda: Recipe.parse("bf16+outliers-0.1"), "bf16 operands have no scale"),
-        (lambda: Recipe.parse("fp8+outliers-few"), "with some of"),
     )
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

@@ -176,16 +176,6 @@ def test_compiled_and_observed() -> None:
     assert_same_lists(step(compiled, X), plain)
 
 
-def test_audit_names_the_format_of_each_product() -> None:
-    model = mixprec.convert(nn.Sequential(nn.Linear(64, 96)), "fp8+gw-mxfp4")
-    audit = mixprec.audit(model, leaf(X), loss=lambda y: y.square().sum(), sqnr=True)
-    found = {name: op.precision for op in audit.ops for name in op.lost if op.kind == "product"}
-    assert found == {"y": "fp8", "grad_input": "fp8", "grad_weight": "mxfp4"}
-    assert set(audit.decided) == {"recipe fp8+gw-mxfp4"}
-    own = {name: lost.own for op in audit.ops for name, lost in op.lost.items()}
-    assert own["grad_weight"] < 20 < own["y"]
-
-
 def test_words_and_values() -> None:
     recipe = Recipe.parse("rowwise_with_gw_hp")
     assert recipe == replace(
@@ -206,7 +196,6 @@ def test_words_and_values() -> None:
         ("fp8+gw-fp16", "grad_weight must not be fp16 beside e4m3"),
         ("fp16+gi-bf16", "grad_input must not be bf16 beside fp16"),
         ("fp8+gw-fp8-delayed", "must not have delayed scaling"),
-        ("fp8+wg-bf16", r'\+gw-NAME and .*, such as "fp8\+gw-bf16"'),
         ("fp8+gw-bf16+gw-fp8", r"\+gi-NAME, \+gw-NAME and"),
         ("fp8+gw-int8", '"int8" is not supported'),
     ],
@@ -247,19 +236,6 @@ def test_the_mean_of_stochastic_gradients_is_exact() -> None:
     assert abs(float(found[..., 1:].mean()) - 0.3) < 5 * deviation
     assert set(found[..., 1:].unique().tolist()) == {0.0, 0.5}
     assert float(products(x, w, g, nearest(recipe))[1][:, 1:].mean()) == 0.5
-
-
-@for_each("name", ["mxfp4", "nvfp4-1x16"])
-def test_torchs_seed_determines_the_rounding(name: str) -> None:
-    x, w, g = normal((40, 33), torch.float32), normal((9, 33), torch.float32), torch.randn(40, 9)
-    runs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        runs.append(products(x, w, g, RECIPES[name]))
-    assert_same_lists(runs[1], runs[0])
-    assert torch.equal(runs[2][0], runs[0][0]), "x and w are rounded to nearest"
-    assert not torch.equal(runs[2][1], runs[0][1])
-    assert not torch.equal(runs[2][2], runs[0][2])
 
 
 def test_a_matrix_and_its_rotated_transpose_are_rounded_independently() -> None:

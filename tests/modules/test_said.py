@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from cases import for_each
 from torch import nn
 
 import mixprec
-from mixprec import _said
 
 LINE = "convert: 1 of 1 layers set to bf16: 100% of the weights"
 TWICE = """
@@ -42,16 +40,6 @@ def test_convert_says_what_it_did(setup: str, rank: str, said: str, tmp_path: Pa
     assert run.stderr == said
 
 
-def test_another_model_is_another_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_said, "_said", set())
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
-    for recipe in ("bf16", "fp16"):
-        mixprec.convert(nn.Sequential(nn.Linear(4, 4)), recipe)
-    assert [line.split()[8] for line in capsys.readouterr().err.splitlines()] == ["bf16:", "fp16:"]
-
-
 @pytest.mark.parametrize("width", [4, 1])  # of the cell: 13% and 4% of the weights
 def test_what_cannot_be_converted_is_named(width: int, recwarn: pytest.WarningsRecorder) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ModuleDict({"rnn": nn.LSTMCell(32 // 4, width)}))
@@ -62,22 +50,6 @@ def test_what_cannot_be_converted_is_named(width: int, recwarn: pytest.WarningsR
     else:
         (text,) = found
         assert "LSTMCell 15.8% (1.rnn: there is no such layer in mixprec.nn)" in text
-
-
-@pytest.mark.filterwarnings("ignore:convert")
-@for_each("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_stay_as_they_are(
-    kind: type[nn.RNNBase], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_said, "_said", set())
-    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
-    model = nn.Sequential(nn.Linear(8, 8), kind(8, 8))
-    x = torch.ones(2, 1, 8)
-    want = model[1](x)[0]
-    mixprec.convert(model, "bf16")
-    assert type(model[1]) is kind
-    assert torch.equal(model[1](x)[0], want)
-    assert "(1: there is no such layer in mixprec.nn)" in capsys.readouterr().err
 
 
 @for_each("torchs", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])

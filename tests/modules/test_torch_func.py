@@ -23,7 +23,6 @@ from mixprec.functional import (
     attention,
     grouped_linear,
     linear,
-    linear_cross_entropy,
     mlp,
     norm_linear,
     rotary,
@@ -282,34 +281,6 @@ def test_batched_gradients_are_those_of_one_call_each(name: str, recipe: str) ->
     got = torch.autograd.grad(model(x, *args), inputs, grads, is_grads_batched=True)
     for batch, parts in zip(got, zip(*want, strict=True), strict=True):
         assert torch.equal(batch, torch.stack(parts))
-
-
-def test_functions() -> None:
-    q = torch.randn(1, 2, 3, 8, requires_grad=True)
-    angles = torch.rand(3, 4)
-    for run in (
-        lambda: attention(q, q.detach(), q, causal=True),
-        lambda: rotary(q, angles.cos(), angles.sin()),
-        lambda: linear_cross_entropy(q[0, 0], torch.ones(5, 8), torch.arange(3)),
-    ):
-        y = run()
-        grads = torch.randn(3, *y.shape)
-        (got,) = torch.autograd.grad(run(), q, grads, is_grads_batched=True)
-        want = [torch.autograd.grad(y, q, g, retain_graph=True)[0] for g in grads]
-        assert torch.equal(got, torch.stack(want))
-
-
-def test_hessian() -> None:
-    torch.manual_seed(0)
-    layer, x = mixprec.nn.Linear(8, 4, recipe="bf16"), torch.randn(2, 8)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        with mixprec.functional.twice_differentiable():
-            return layer(x).square().sum()
-
-    hessian = torch.autograd.functional.hessian
-    with mixprec.functional.twice_differentiable():
-        assert torch.equal(hessian(loss, x, vectorize=True), hessian(loss, x))
 
 
 def test_state_is_refused() -> None:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 from mixprec.diagnostics.audit import render
-from mixprec.diagnostics.audit.records import accumulation, bits
+from mixprec.diagnostics.audit.records import accumulation
 from mixprec.diagnostics.writers import prefixed
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -111,27 +111,6 @@ def test_code_outside_of_the_model_and_its_line() -> None:
     number = test_code_outside_of_the_model_and_its_line.__code__.co_firstlineno + 3
     assert line == f"{__file__}:{number}"
     assert {op.where for op in audit.ops if op.module is None} >= {line}
-
-
-def test_fused_blocks_name_their_layers() -> None:
-    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    mixprec.convert(model, "fp8", fuse=True)
-    x = torch.randn(128, 32, requires_grad=True)
-    audit = mixprec.audit(model, x, loss=square)
-    assert any(op.op == "norm_quantize" for op in audit.ops)  # it ran as without audit
-    found = {op.module for op in audit.ops if op.precision == "fp8" and op.kind == "product"}
-    assert found == {"1", "3"}
-
-
-def test_the_optimizers_products() -> None:
-    model = nn.Linear(6, 6, bias=False)
-    muon = mixprec.optim.Muon(model.parameters())
-    with mixprec.audit(model, optimizer=muon) as audit:
-        square(model(X)).backward()
-        muon.step()
-    step = sum(op.flops for op in audit.ops if op.phase == "optimizer")
-    assert step > 0
-    assert sum(audit.flops.values()) == 4 * 2 * 4 * 36 - 2 * 4 * 36 * 2  # X has no gradient
 
 
 # FLOPs
@@ -243,34 +222,6 @@ def test_torchs_attention_without_a_kernel() -> None:
 
 
 # The run itself
-
-
-@pytest.mark.parametrize("recipe", [None, "fp8-delayed", "bf16"])
-def test_an_audited_step_computes_the_same(recipe: str | None) -> None:
-    """Bit for bit, without hooks, and the short form leaves everything as it was."""
-    runs = []
-    for audited in (False, True):
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 6))
-        torch.manual_seed(1)
-        for p in model.parameters():
-            nn.init.uniform_(p, -1, 1)
-        if recipe is not None:
-            mixprec.convert(model, recipe)
-        if audited:
-            before = {name: t.clone() for name, t in model.state_dict().items()}
-            state = torch.get_rng_state()
-            mixprec.audit(model, X, loss=square)
-            assert all(p.grad is None for p in model.parameters())
-            assert torch.equal(state, torch.get_rng_state())
-            for name, t in model.state_dict().items():
-                assert_same_bits(t, before[name])
-        torch.manual_seed(2)
-        with mixprec.audit(model) if audited else torch.enable_grad():
-            square(model(X)).backward()
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        runs.append([*model.buffers(), *(p.grad for p in model.parameters())])
-    for got, want in zip(*runs, strict=True):
-        assert_same_bits(got, want)
 
 
 def test_accumulation(request: pytest.FixtureRequest) -> None:
@@ -417,10 +368,13 @@ def test_nested_tensors() -> None:
 
 
 def test_inputs_with_gradients_losses_without_and_notes() -> None:
-    x = X.clone().requires_grad_()
+    model, x, state = mlp(), X.clone().requires_grad_(), torch.get_rng_state()
     x.grad = torch.ones_like(x)
-    mixprec.audit(mlp(), x, loss=square)
+    mixprec.audit(model.append(nn.BatchNorm1d(6)), x, loss=square)
     assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model[-1].running_mean, torch.zeros(6))
+    assert torch.equal(state, torch.get_rng_state())
     with torch.no_grad():
         audit = mixprec.audit(mlp(), X, loss=square)
     assert audit.notes == ["There was no backward pass: the loss needs no gradient."]
@@ -435,8 +389,6 @@ def test_a_compiled_model_says_so() -> None:
     scripted = mixprec.audit(torch.jit.script(model), X, loss=square)
     assert "TorchScript" in scripted.notes[0]
     assert sum(scripted.flops.values()) > 0
-    audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
-    assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
 
 
 def test_bad_input() -> None:
@@ -468,10 +420,6 @@ def test_mxfp8_by_its_name_with_eight_bits_and_no_recipe_without_a_name() -> Non
     assert audit.findings == []
     assert {*audit.flops} == {"mxfp8", "fp8", "bf16"}
     assert {*audit.decided} == {"recipe mxfp8", "override fp8"}
-    assert [bits(name) for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4")] == [8, 6, 4, 4]
-    with mixprec.audit(model) as nothing:
-        pass
-    assert str(nothing) == "no products"
 
 
 def test_the_page(tmp_path: Path) -> None:

@@ -98,29 +98,6 @@ def test_as_in_eager_mode(setting: str) -> None:
     assert graphs() == 0
 
 
-def test_functions_and_steps() -> None:
-    """A forward method, the step of an optimizer, and a whole step with it."""
-    found = []
-    for wrapped in ((), ("forward",), ("update",), ("step",), ("forward", "update", "step")):
-        model = mlp()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = {"forward": model.forward, "update": sgd.step}
-        run.update({n: torch.compile(f, backend="aot_eager") for n, f in run.items()
-                    if n in wrapped})  # fmt: skip
-
-        def step(run: Any = run) -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                out = run["forward"](X)
-            square(out @ out.t()).backward()
-            run["update"]()
-
-        with mixprec.audit(model, optimizer=sgd) as audit:
-            (torch.compile(step, backend="aot_eager") if "step" in wrapped else step)()
-        assert audit.notes == [NOTE] * bool(wrapped)
-        found.append((rows(audit), audit.findings, [*map(torch.Tensor.tolist, model.parameters())]))
-    assert found == found[:1] * len(found)
-
-
 # Before, after and around the block
 
 
@@ -154,20 +131,6 @@ def test_compiled_code_runs_again_after_the_block() -> None:
 
 def stance() -> str:
     return str(torch._dynamo.eval_frame._stance.stance)
-
-
-def test_blocks_nest() -> None:
-    model = mlp()
-    compiled = torch.compile(model, backend="aot_eager")
-    with torch.compiler.set_stance("fail_on_recompile"):
-        with mixprec.audit(model) as outer:
-            with mixprec.audit(model) as inner:
-                square(compiled(X)).backward()
-            assert stance() == "force_eager"
-        assert stance() == "fail_on_recompile"
-    assert stance() == "default"
-    assert rows(outer) == rows(inner)
-    assert sum(outer.flops.values()) > 0
 
 
 def test_blocks_of_threads() -> None:
@@ -242,14 +205,6 @@ assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 def test_a_model_that_is_compiled_in_the_block() -> None:
     """Where nothing has loaded torch._dynamo before it."""
     subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=300)
-
-
-def test_compiled_autograd() -> None:
-    compiled = torch.compile(model := Counts(), backend="aot_eager")
-    with torch._dynamo.config.patch(compiled_autograd=True), mixprec.audit(compiled) as audit:
-        square(compiled(X)).backward()
-    assert sum(op.calls for op in audit.ops if op.kind == "product") == 2
-    assert model.calls == 1
 
 
 # Functions that torch compiles in eager mode, too

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,27 +51,15 @@ def partly_frozen(recipe: str) -> nn.Module:
     return converted(model, recipe)
 
 
-FAULTS: dict[str, tuple[Make, str, Make]] = {
-    # what is planted, the finding, and the same without the fault
+FAULTS: dict[str, tuple[Any, ...]] = {
+    # what is planted, the finding, and the same without the fault, where CLEAN has it not
     "a filter that takes one layer of many": (
         lambda: step(converted(layers(depth=40), module_filter_fn=lambda _, fqn: fqn == "0")),
         r"2, 4, 6 and 36 more \(Linear\): fp32, because mixprec.convert has left it out; 98\.3%",
-        lambda: step(converted(layers(depth=40))),
-    ),
-    "a pattern that matches more than it should": (
-        lambda: step(converted(layers(depth=8), overrides={"1*": None})),
-        r"10, 12, 14 \(Linear\): fp32, because mixprec.convert has left it out",
-        lambda: step(converted(layers(depth=8), overrides={"1*": "bf16"})),
-    ),
-    "the head left out": (
-        lambda: step(converted(Head(), module_filter_fn=lambda _, fqn: "head" not in fqn)),
-        r"head \(Linear\): fp32, because mixprec.convert has left it out; 37\.5%",
-        lambda: step(converted(Head(), module_filter_fn=lambda _, fqn: "tail" not in fqn)),
     ),
     "a tied weight converted once": (
         lambda: step(converted(Tied(), overrides={"out": None})),
         r"out \(Linear\): fp32, because mixprec.convert has left it out",
-        lambda: step(converted(Tied())),
     ),
     "FP32 in a BF16 model": (
         lambda: step(
@@ -84,30 +73,17 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
         r"second \(Linear\): fp32, set by: tensor dtype; 37\.5%",
         lambda: step(in_two(layers().bfloat16(), lambda *size: nn.Linear(*size).bfloat16())),
     ),
-    "FP64 from NumPy": (
-        lambda: step(in_two(layers(), lambda *size: nn.Linear(*size).double())),
-        r"second \(Linear\): fp64, set by: tensor dtype",
-        lambda: step(in_two(layers(), nn.Linear)),
-    ),
     "autocast off around the head": (
         lambda: step(Head(torch.autocast("cpu", enabled=False)), bf16()),
         r"head \(Linear\): fp32, set by: tensor dtype; 37\.5%",
-        lambda: step(Head(), bf16()),
-    ),
-    "the recipe off around the head": (
-        lambda: step(converted(Head(mixprec.autocast(enabled=False)))),
-        r"head \(Linear\): fp32, set by: tensor dtype; 37\.5%",
-        lambda: step(converted(Head())),
     ),
     "autocast for another device": (
         lambda: step(layers(), autocast_of_another_device()),
         "torch.autocast is on for cuda, and the products run on cpu",
-        lambda: step(layers(), bf16()),
     ),
     "fp16 autocast without a scaler": (
         lambda: step(layers(), torch.autocast("cpu", HALF)),
         "fp16 gradients are not scaled, or audit was not given the scaler",
-        lambda: scaled(layers(), "step update"),
     ),
     "clipping of scaled gradients": (
         lambda: scaled(layers(), "clip step update"),
@@ -119,15 +95,9 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
         r"gradients were clipped before scaler.unscale_\(optimizer\)",
         lambda: scaled(layers(), "unscale_ clip step update", scaler=mixprec.GradScaler()),
     ),
-    "clipping of scaled values": (
-        lambda: scaled(layers(), "clip_value unscale_ step update"),
-        r"gradients were clipped before scaler.unscale_\(optimizer\)",
-        lambda: scaled(layers(), "unscale_ clip_value step update"),
-    ),
     "a scaler that is never updated": (
         lambda: scaled(layers(), "step"),
         r"scaler.step\(\) was called, and scaler.update\(\) was not: the scale stays",
-        lambda: scaled(layers(), "step update"),
     ),
     "a disabled scaler": (
         lambda: scaled(layers(), "step update", scaler=torch.amp.GradScaler("cpu", enabled=False)),
@@ -142,7 +112,6 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     "a step without the scaler": (
         lambda: scaled(layers(), "plain_step"),
         r"optimizer.step\(\) ran in place of scaler.step\(\)",
-        lambda: scaled(layers(), "step update"),
     ),
     "a loss scale that has fallen": (
         lambda: scaled(layers(), "step update", scaler=torch.amp.GradScaler("cpu", 2.0**-3)),
@@ -152,7 +121,6 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     "steps that are all skipped": (
         lambda: scaled(layers(), "step update", scaler=torch.amp.GradScaler("cpu", 2.0**40)),
         "GradScaler has skipped every step: gradients are Inf or NaN",
-        lambda: scaled(layers(), "step update"),
     ),
     "softmax in fp16": (
         lambda: half_step(Calls(lambda x, w: x.softmax(-1)), loss_of),
@@ -167,12 +135,10 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     "a frozen layer in fp8": (
         lambda: step(partly_frozen("fp8")),
         "0: a frozen weight is cast to fp8 in each pass",
-        lambda: step(converted(layers(), "fp8")),
     ),
     "a scaler in FP32": (
         lambda: scaled(layers(), "step update", low=False),
         "no op computes in fp16: it is not needed",
-        lambda: step(layers()),
     ),
     "a loss in fp16": (
         lambda: half_step(layers(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
@@ -207,15 +173,14 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     "a region without layers": (
         lambda: step(layers(), mixprec.autocast("fp8")),
         "mixprec.autocast fp8 is on, and no product uses it: only layers of mixprec.convert do",
-        lambda: step(converted(layers()), mixprec.autocast("fp8")),
     ),
 }
 
 
-def check(plant: Make, finding: str, clean: Make) -> None:
+def check(plant: Make, finding: str, *clean: Make) -> None:
     found = plant()
     assert len([line for line in found if re.search(finding, line)]) == 1, found
-    assert clean() == []
+    assert [line for make in clean for line in make()] == []
 
 
 @pytest.mark.filterwarnings("ignore:convert. .* was asked for and reaches")
@@ -295,13 +260,11 @@ def cross_entropy() -> list[str]:
 CLEAN: dict[str, Make] = {
     "FP32": lambda: step(layers(), optimizer=None),
     "FP32, AdamW": lambda: with_optimizer(layers(), 1e-3, torch.optim.AdamW),
+    "autocast, fp16": lambda: scaled(layers(), "step update"),
     "autocast": lambda: step(layers(nn.LayerNorm(D), nn.Linear(D, D)), bf16()),
     "autocast, checkpoint": lambda: checkpointed(False),
     "autocast, reentrant checkpoint": lambda: checkpointed(True),
     "autocast, LSTM": recurrent,
-    "fp16 autocast, clipped": lambda: scaled(
-        layers(nn.LayerNorm(D), nn.Linear(D, D)), "unscale_ clip step update"
-    ),
     "BF16 model": lambda: with_optimizer(layers().bfloat16(), 1e-4, mixprec.optim.AdamW),
     "BF16 model, large updates": lambda: with_optimizer(
         layers().bfloat16(), 0.1, torch.optim.AdamW
@@ -316,7 +279,6 @@ CLEAN: dict[str, Make] = {
     "converted, in a region": lambda: step(converted(layers(), "fp8"), mixprec.autocast()),
     "converted, in torch.autocast": lambda: step(converted(layers(), "fp8"), bf16()),
     "converted, convolutions": lambda: convolutions("fp8"),
-    "converted, 16-bit convolutions": lambda: convolutions("fp16", HALF),
     "converted, attention": lambda: encoder("fp8"),
     "experts": lambda: step(converted(mixture(), "fp8")),
     "fp16 masters": lambda: fp16_masters(None),

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.diagnostics.audit.noise import estimated_noise
 from mixprec.diagnostics.audit.shadow import Shadow
 from mixprec.testing import sqnr
 
@@ -147,24 +146,16 @@ def test_what_underflows_overflows_and_is_zero() -> None:
     assert any("87.5% of the gradients underflow in fp16" in line for line in audit.findings)
 
 
-def test_random_draws_and_choices_follow_the_step() -> None:
-    """Else a shadow with other masks and experts would be 0 dB away."""
-    model = block(dropout=0.5).bfloat16()
-    torch.manual_seed(1)
-    audit = mixprec.audit(model, TOKENS, sqnr=True)
-    assert lost(audit, "head", "y").total > 25
-    assert not audit._shadow.not_followed
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_that_the_model_computes_changes(way: str) -> None:
+@pytest.mark.parametrize("sqnr", [False, True])
+@pytest.mark.parametrize("way", [*WAYS, "fp8-delayed"])
+def test_nothing_that_the_model_computes_changes(way: str, sqnr: bool) -> None:
     results = []
     for is_audited in (False, True):
-        model = WAYS[way](block(dropout=0.3))
+        model = WAYS.get(way, lambda model: mixprec.convert(model, way))(block(dropout=0.3))
         torch.manual_seed(2)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         region = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
-        audit = mixprec.audit(model, optimizer=sgd, sqnr=is_audited)
+        audit = mixprec.audit(model, optimizer=sgd, sqnr=sqnr)
         with audit if is_audited else torch.enable_grad():
             for _ in range(2):
                 with region:
@@ -172,10 +163,12 @@ def test_nothing_that_the_model_computes_changes(way: str) -> None:
                 loss.backward()
                 sgd.step()
                 sgd.zero_grad()
-        results.append([loss.detach(), *(p.detach() for p in model.parameters()), torch.rand(3)])
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        state = [t.detach() for t in (*model.parameters(), *model.buffers())]
+        results.append([loss.detach(), *state, torch.rand(3)])
     for before, after in zip(*results, strict=True):
         assert_same_bits(before, after)
-    assert len(audit._shadow.total) == len(audit._shadow.before) == 0
+    assert not sqnr or len(audit._shadow.total) == len(audit._shadow.before) == 0
 
 
 def test_what_another_recipe_would_lose() -> None:
@@ -403,32 +396,6 @@ def test_two_casts_in_a_row_are_as_coarse_as_the_coarser_one() -> None:
         layer(torch.randn(64, 32).to(torch.bfloat16).to(torch.float16))
     assert audit.findings == []
     assert 0.5 < lost(audit, "Linear", "y").operands["x"].beyond < 1.2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fault", ["", "row", "column", "tail of K", "scale", "one element"])
-def test_the_noise_of_large_products_is_estimated(fault: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    a, b, bias = torch.randn(300, 280), torch.randn(280, 320), torch.randn(320)
-    exact = a @ b + bias
-    y = exact.clone()
-    if fault == "row":
-        y[7] = 0.0
-    elif fault == "column":
-        y[:, -1] *= 2.0
-    elif fault == "tail of K":
-        y -= a[:, -8:] @ b[-8:]
-    elif fault == "scale":
-        y *= 1.01
-    elif fault == "one element":
-        y[299, 319] += 100.0
-    y = y.to(dtype)
-    noise = float((y.double() - exact.double()).square().sum())
-    estimated = estimated_noise(y, a, b, bias)
-    if not fault and dtype == torch.float32:  # less than what the estimate rounds away itself
-        assert estimated < 2.0**-40 * float(exact.square().sum())
-    else:
-        assert estimated == pytest.approx(noise, rel=3 * math.sqrt(2 / 32))
 
 
 class Faulty(Shadow):

@@ -16,14 +16,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from cases import for_each
 from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, as_bytes, edit, refused, seed_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-import mixprec
 from mixprec.checkpoint import load_checkpoint, save_checkpoint
 from mixprec.optim import AdamW
 
@@ -149,18 +147,6 @@ def small(path: Path) -> tuple[bytes, Any]:
     return path.read_bytes(), as_bytes(model.state_dict())
 
 
-def test_a_file_cut_off_anywhere_is_refused(path: Path) -> None:
-    whole, _ = small(path)
-    model = nn.Linear(2, 1)
-    before = as_bytes(model.state_dict())
-    for size in {*range(0, len(whole), 37), *range(len(whole) - 60, len(whole))}:
-        path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="is damaged or no checkpoint: ") as caught:
-            load_checkpoint(path, model=model, rng=False)
-        assert str(path) in str(caught.value)
-    assert as_bytes(model.state_dict()) == before
-
-
 def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
     whole, wanted = small(path)
     directory = whole.index(b"PK\x01\x02")  # of the archive: the only part without a checksum
@@ -231,35 +217,26 @@ LOADS = "optimizer: AdamW.load_state_dict: exp_avg_sq"
 # What an entry of the file becomes, or what it is changed with, and what the error says.
 EDITS: tuple[tuple[tuple, Any, str], ...] = (
     (("version",), 2, "has version 2, and this mixprec reads 1"),
-    (("version",), GONE, "has version None"),
     (("extra",), GONE, "it holds no extra"),
     *(((part,), GONE, f"holds no {part}, of") for part in PARTS),
     (("rng",), None, "pass rng=False"),
     (("rng",), [], "is damaged: rng must hold"),
     (("rng", "cuda"), GONE, "is damaged: rng must hold"),
-    *(
-        (("rng", "cpu"), bad, "rng: ")
-        for bad in (torch.zeros(4).byte(), lambda c: c * 0, "x", GONE)
-    ),
+    *((("rng", "cpu"), bad, "rng: ") for bad in (torch.zeros(4).byte(), lambda c: c * 0, GONE)),
     *((("rng", "python"), bad, "rng: ") for bad in ((3, (0,), None), "x")),
     (("rng", "numpy"), (3, (1,) * 624 + (625,), None), "rng: "),
     (("rng", "numpy"), (3, (1,) * 625, "x"), "rng: the state of numpy must end"),
     (("classes",), None, "is damaged: classes must be a dict"),
-    (("classes", "optimizer"), GONE, "optimizer was saved from None, got AdamW"),
     (("classes", "optimizer"), "Adam", "optimizer was saved from Adam, got AdamW"),
-    (("classes", "lr_scheduler"), "StepLR", "lr_scheduler was saved from StepLR, got SequentialLR"),
     (("model",), [], "model must be a state dict, got list"),
     (("model", "0.bias"), GONE, "lacks 1 entries: 0.bias"),
     (("model", "w"), torch.ones(1), "adds 1 entries: w"),
     (("model", "0.bias"), torch.ones(1, 16), r"0.bias must have shape \(16,\), got \(1, 16\)"),
     (("model", "0.bias"), torch.Tensor.half, "bfloat16, got torch.float16; convert_dtype=True"),
     (("model", "0.bias"), torch.Tensor.int, "0.bias must have torch.bfloat16, got torch.int32$"),
-    (("model", "0.bias"), "x", "0.bias is a tensor only"),
     (("optimizer", "param_groups"), lambda groups: groups[:1], "optimizer: .*group"),
     (MOMENT, torch.ones(3).double(), f"{LOADS} must have dtype"),
-    (MOMENT, torch.ones(3).to_sparse(), f"{LOADS} must be dense, got layout torch.sparse_coo"),
     (("scaler", "scale"), -1.0, "scaler: GradScaler: scale must be"),
-    (("scaler",), {}, "scaler: .*empty"),
     (("lr_scheduler", "_schedulers"), GONE, "lr_scheduler: "),
 )
 
@@ -350,24 +327,3 @@ def test_sharded_tensors_are_refused(path: Path, one_rank: None) -> None:
             call()
         assert place in str(caught.value)
     assert os.listdir(path.parent) == [path.name]
-
-
-@for_each(
-    "content, held",
-    [({"0.weight": torch.ones(2)}, "a dict with '0.weight'"), ({}, "a dict"), ([1], "a list")],
-)
-def test_a_file_of_torch_save(content: Any, held: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "x.pt")
-    hint = r"model\.load_state_dict\(torch\.load\(path\)\)"
-    with pytest.raises(ValueError, match=f"save_checkpoint wrote: it holds {held}; .*{hint}"):
-        load_checkpoint(tmp_path / "x.pt", model=nn.Linear(2, 2))
-
-
-def test_delayed_scales_on_one_side_only(tmp_path: Path) -> None:
-    plain, delayed = nn.Linear(2, 2), mixprec.convert(nn.Linear(2, 2), "fp8-delayed")
-    save_checkpoint(tmp_path / "delayed", model=delayed)
-    save_checkpoint(tmp_path / "plain", model=plain)
-    with pytest.raises(ValueError, match=r"adds 4 entries: .*delayed scales .*: convert the model"):
-        load_checkpoint(tmp_path / "delayed", model=plain)
-    with pytest.raises(ValueError, match=r"lacks 4 entries: .*: load it before convert"):
-        load_checkpoint(tmp_path / "plain", model=delayed)

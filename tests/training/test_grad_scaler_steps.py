@@ -24,7 +24,6 @@ from scalers import (
     our_adamw,
     param,
     step,
-    torch_plain,
     torch_sgd,
     with_optimizers,
 )
@@ -41,17 +40,6 @@ from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 def test_a_step_of_ours_without_gradients_is_an_error(explicit: bool) -> None:
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         step(GradScaler(), our_adamw([param(4)]), explicit)
-
-
-@with_optimizers(torch_plain, our_adamw)
-def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
-    p, scaler = param(4), GradScaler()
-    optimizer = make([p])
-    p.grad = scaler.scale(filled((4,)))
-    with pytest.raises(RuntimeError, match="closure"):
-        scaler.step(optimizer, lambda: 1.0)
-    scaler.step(optimizer, None)  # what accelerate passes
-    scaler.update()
 
 
 @every_optimizer

@@ -159,21 +159,6 @@ def test_a_state_of_any_kind_is_saved_and_loaded_as_it_is() -> None:
     assert {state["step"].device.type, state["parts"][0].device.type} == {"meta"}
 
 
-def test_a_state_of_the_other_optimizer_and_weights_written_since() -> None:
-    plain = Run(torch.optim.AdamW, params_of(torch.float32), lr=0.1).train()
-    params = [torch.nn.Parameter(plain.params[0].detach().bfloat16())]
-    run = Run(partial(Masters, torch.optim.AdamW), params, lr=0.1)
-    run.optimizer.load_state_dict(plain.optimizer.state_dict())
-    assert torch.equal(run.states[0]["exp_avg"], plain.states[0]["exp_avg"])
-    (before,) = run.train().masters()
-    with torch.no_grad():
-        params[0][0] = 3.0
-    run.set(lr=0.0)
-    (master,) = run.train().masters()
-    assert master[0].eq(3).all()
-    assert torch.equal(master[1:], before[1:])
-
-
 def test_the_other_optimizer_steps_once_for_all_groups_and_keeps_its_settings() -> None:
     params = params_of(torch.bfloat16, torch.float32, torch.bfloat16)
     optimizer = Masters(Unusual, [{"params": params[:2]}])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from cases import for_each, name, normal
+from cases import name, normal
 from optimizers import (
     KINDS,
     Kind,
@@ -91,22 +90,6 @@ def test_groups_of_mixed_params() -> None:
         assert ["master" in state for state in run.states] == [True, False] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_momentum_switched_on_and_off(dtype: torch.dtype) -> None:
-    """As schedules do. A state dict with the buffer that is left over still loads."""
-    run = Run(KINDS["SGD"], dtype)
-    expected = Run(KINDS["SGD"].torch, clones(run.params, torch.float32))
-    for momentum in (0.0, 0.9, 0.9, 0.0, 0.5):
-        for each in (run, expected):
-            each.set(momentum=momentum, dampening=0.0)
-        expected.follow(run.train())
-        for master, w in zip(run.masters(), expected.params, strict=True):
-            torch.testing.assert_close(master, w.detach(), rtol=1e-5, atol=1e-5)
-        resumed = SGD(clones(run.params))
-        resumed.load_state_dict(run.optimizer.state_dict())
-        assert resumed.param_groups[0]["momentum"] == momentum
-
-
 def test_momentum_switched_on_late_is_not_dampened() -> None:
     """torch's first buffer is the plain gradient, whenever it is made; ours in the first step."""
     run = Run(KINDS["SGD"], torch.float32)
@@ -154,33 +137,6 @@ def test_a_tensor_lr_is_its_number(kind: Kind) -> None:
         assert (rate.dtype, rate.data_ptr() == lr.data_ptr()) == (lr.dtype, False)
 
 
-@same_kinds
-def test_closures_and_schedulers(kind: Kind) -> None:
-    runs = []
-    for make in (kind, kind.torch):
-        p = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
-        optimizer = make([("weight", p)], lr=0.05)
-        assert optimizer.param_groups[0]["param_names"] == ["weight"]
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.08, total_steps=10)
-
-        def closure(p: torch.Tensor = p) -> torch.Tensor:
-            p.grad = None
-            loss = (p * p).sum()
-            loss.backward()
-            return loss
-
-        losses = []
-        for _ in range(6):
-            losses.append(optimizer.step(closure).item())
-            schedule.step()
-        assert losses[-1] < losses[0] == 13.0
-        group = optimizer.param_groups[0]
-        cycled = group["betas"][0] if "betas" in group else group["momentum"]
-        assert cycled != kind.own.get("betas", (kind.own.get("momentum", 0.9),))[0]
-        runs.append((losses, p.detach(), group["lr"], cycled))
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
-
-
 @kinds
 def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
     """However a step is driven, whoever wrapped or overrode it sees it."""
@@ -206,29 +162,6 @@ def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
     assert (calls[0], calls[-1]) == ("before", "after")
     assert any(event.name == "Optimizer.step#Watched.step" for event in profile.function_events)
     assert optimizer.state[p]["step"].item() == 1
-
-
-@for_each(
-    "options, told",
-    [
-        ({"master_weights": "remainder16", "max_grad_norm": 1.0},
-         ["1 bfloat16 with 16-bit remainders, 1 float16 with FP32 masters", "max_grad_norm: 1.0"]),
-        ({"stochastic_rounding": True, "state_dtype": "int8", "max_grad_value": 0.5},
-         ["1 bfloat16 with stochastic rounding, 1 float16 with FP32 masters", "state_dtype: int8",
-          "max_grad_value: 0.5"]),
-        ({"master_weights": None, "state_dtype": torch.bfloat16},
-         ["1 bfloat16 without masters, 1 float16 without masters", "state_dtype: bfloat16"]),
-    ],
-)  # fmt: skip
-def test_repr(options: dict[str, Any], told: list[str]) -> None:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    params = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
-    first, *lines = repr(AdamW(params, **options)).splitlines()
-    kinds, *own = told
-    want = [f"params: {kinds}, 1 float32", *own, "skipped steps: 0"]
-    assert (first, lines[: len(want)]) == ("AdamW (", [f"    {line}" for line in want])
-    assert lines[len(want)] == "Parameter Group 0"
-    assert "    lr: 0.001" in lines
 
 
 # Clipped gradients and their norms: of all groups, of one, of each element

@@ -54,16 +54,6 @@ def test_nothing_is_lost_to_the_first_rounding(
             assert torch.equal(got, want)
 
 
-def test_a_checkpoint_before_the_first_step_holds_them() -> None:
-    model = cast_parameters(linear(), torch.bfloat16)
-    optimizer = AdamW(model.parameters(), **STILL)
-    other = cast_parameters(linear(), torch.bfloat16, keep_masters=False)
-    resumed = AdamW(other.parameters(), **STILL)
-    resumed.load_state_dict(optimizer.state_dict())
-    for each in ((model, optimizer), (other, resumed)):
-        assert torch.equal(stepped(*each)[0], linear().weight)
-
-
 def test_nothing_is_kept_where_it_is_not_asked_for_or_needed() -> None:
     rounded = linear().bfloat16().weight.float()
     cast = partial(cast_parameters, dtype=torch.bfloat16)
@@ -215,11 +205,3 @@ def test_the_average_is_that_of_the_masters(average: str, masters: str) -> None:
         expected.update_parameters(wide)
     got, want = (dict(each.state_dict()) for each in (averaged, expected))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def test_before_a_step_and_params_of_no_optimizer() -> None:
-    model = torch.nn.Linear(4, 4).half()
-    averaged = AveragedModel(model, [AdamW([model.weight])])
-    averaged.update_parameters(model)
-    assert torch.equal(averaged.module.weight, model.weight.float())
-    assert torch.equal(averaged.module.bias, model.bias.float())

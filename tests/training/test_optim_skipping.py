@@ -95,21 +95,6 @@ def test_under_torchs_scaler_as_under_ours_and_as_without_overflows(kind: Kind) 
         assert_same(runs[1], runs[2])
 
 
-@kinds
-def test_every_found_inf_that_is_not_zero_skips(kind: Kind) -> None:
-    """torch's fused optimizers skip only for 1, and apply the step for the 2 of two ranks."""
-    for i, flag in enumerate(([2.0], 2.0, 0.5, 1e-45, -1.0, math.inf, math.nan)):
-        p = torch.nn.Parameter(torch.ones(3))
-        optimizer = kind([p], lr=0.1)
-        p.grad = torch.ones(3)
-        # as torch.amp.GradScaler does
-        optimizer.grad_scale = torch.tensor(1.0) if i % 2 else None
-        optimizer.found_inf = torch.tensor(flag)
-        optimizer.step()
-        assert torch.equal(p, torch.ones(3)), flag
-        assert (optimizer.state[p]["step"].item(), optimizer.skipped.item()) == (0, 1)
-
-
 @pytest.mark.filterwarnings("ignore:GradScaler.unscale_. unscaled gradients are rounded")
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a scaler, with one, and with unscale_; NaN in the last step."""
