@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _master_forms as forms
 from ._local_gradients import LOW_PRECISION, local
 from ._master_forms import FORMS, Record
+from ._steps import before_steps
 from .ops._reference.rounding import remainder_of
 
 _NAME = "_mixprec_master"
@@ -158,7 +158,7 @@ def _attach(param: torch.Tensor, record: Record) -> None:
     vars(param)[_NAME] = record
     if not _watching:
         _watching = True
-        register_optimizer_step_pre_hook(_before_a_step)
+        before_steps(_before_a_step)
         register_module_parameter_registration_hook(_at_a_new_place)
 
 
