@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _master_forms as forms
 from ._local_gradients import LOW_PRECISION, local
 from ._master_forms import FORMS, Record
+from ._steps import before_steps
 from .ops._reference.rounding import remainder_of
 
 _NAME = "_mixprec_master"
@@ -32,11 +32,11 @@ _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have entr
 _watching = False
 
 
-class _Counter:
+class Changes:
     """How often a record got another tensor or a parameter other values: what optimizers know of
     parameters holds only while it stands still."""
 
-    value = 0
+    count = 0
 
 
 class _Copies:
@@ -69,10 +69,6 @@ def _entries(module: nn.Module, records: dict[str, Record]) -> Entries:
     entries.records = records
     _Copies.are_new = True
     return entries
-
-
-def changes() -> int:
-    return _Counter.value
 
 
 def new_number() -> int:
@@ -143,7 +139,7 @@ def keep(
         record.update(forms.cut_off(values, param.detach()))
     _attach(param, record)
     follow(param, places)
-    _Counter.value += 1
+    Changes.count += 1
 
 
 def follow(param: torch.Tensor, places: Collection[tuple[nn.Module, str]]) -> None:
@@ -162,7 +158,7 @@ def _attach(param: torch.Tensor, record: Record) -> None:
     vars(param)[_NAME] = record
     if not _watching:
         _watching = True
-        register_optimizer_step_pre_hook(_before_a_step)
+        before_steps(_before_a_step)
         register_module_parameter_registration_hook(_at_a_new_place)
 
 
@@ -178,7 +174,7 @@ def forget(param: torch.Tensor) -> None:
     """From now on the parameter is all there is."""
     if record := known(param):
         record.clear()
-        _Counter.value += 1
+        Changes.count += 1
 
 
 def values_of(param: torch.Tensor) -> torch.Tensor:
@@ -245,7 +241,7 @@ def put(param: torch.Tensor, form: str, values: torch.Tensor, **marks: Any) -> N
     record.clear()
     record.update({form: values, **marks})
     _attach(param, record)
-    _Counter.value += 1
+    Changes.count += 1
 
 
 def undo_of(params: Collection[torch.Tensor]) -> Callable[[], None]:
@@ -308,7 +304,7 @@ def claim(
         state[form] = record[form]
         record["optimizer"] = number
         _attach(param, record)
-    _Counter.value += any(record.get(name) is not t for name, t in before.items())
+    Changes.count += any(record.get(name) is not t for name, t in before.items())
 
 
 def _before_loading(
@@ -326,7 +322,7 @@ def _before_loading(
         # An optimizer that was copied before its model has given the parameter a record.
         record = known(param)
         record = its if record is None else record
-        _Counter.value += 1
+        Changes.count += 1
         wide = value.dtype in _WIDE
         if param.dtype in _WIDE or (wide and metadata.get("assign_to_params_buffers")):
             if wide or not _rounds(values_of(param), value):

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from ._steps import after_steps, before_steps
 from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE, is_group, is_module
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
 from .recipes import DELAYED_ROLES, Recipe
@@ -39,7 +36,6 @@ BUFFERS = ("amax_history", "scale", "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales
 _automatic = True
-_hooked = False
 _agreed: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
 
 
@@ -70,11 +66,8 @@ def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
 
 def follow(layer: torch.nn.Module) -> None:
     """Include a layer with delayed scales in the automatic updates."""
-    global _hooked
     _layers.add(layer)
-    if not _hooked:
-        register_optimizer_step_post_hook(lambda *_: after_step())
-        _hooked = True
+    after_steps(after_step)
 
 
 def forget(layer: torch.nn.Module) -> None:
@@ -88,7 +81,7 @@ def set_automatic_updates(enabled: bool) -> None:
     _automatic = enabled
 
 
-def after_step() -> None:
+def after_step(*_: object) -> None:
     """Update the scales of all layers in this process that were used since their last update."""
     if not _automatic or torch.compiler.is_compiling():
         return
@@ -105,7 +98,7 @@ def after_step() -> None:
                 warnings.warn(
                     f"the scales of {getattr(layer, 'name', '') or 'a layer'} cannot be updated "
                     f"and stay as they are: {error}",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
 
 
@@ -270,20 +263,17 @@ _fp16_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose grad
 _without_fp16: weakref.WeakSet[torch.optim.Optimizer] = (
     weakref.WeakSet()
 )  # without params of these layers
-_checked = _warned = False
+_warned = False
 
 
 def check_loss_scaling(layer: torch.nn.Module, recipe: Recipe | None) -> None:
     """Warn once if an fp16 recipe, as this layer may have, is trained without loss scaling."""
-    global _checked
     if recipe is None or not recipe.needs_loss_scaling:
         _fp16_layers.discard(layer)
         return
     _fp16_layers.add(layer)
     _without_fp16.clear()
-    if not _checked:
-        register_optimizer_step_pre_hook(_before_step)
-        _checked = True
+    before_steps(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

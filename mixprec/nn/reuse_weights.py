@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._local_gradients import is_sharded
+from .._steps import after_steps
 from ..ops._dispatch import checks
 from . import Layer
 
 _kept: set[Layer] = set()  # the layers of the blocks that any thread is in
-
-# Registered once, and not before it is needed.
-_follow_steps = functools.cache(lambda: register_optimizer_step_post_hook(_after_step))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -48,7 +44,7 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
     Blocks nest: the outermost one applies. TypeError if `model` is not a module.
     """
     checks.is_module("reuse_weights", model)
-    _follow_steps()
+    after_steps(_after_step)
     mine: list[Layer] = []
     try:
         for layer in model.modules() if torch.is_grad_enabled() else ():

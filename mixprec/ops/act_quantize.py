@@ -181,4 +181,4 @@ def act_quantize(
     op = "act_quantize"
     parsed, cast = casts.fused(op, x, fmt, scale, transpose, granularity, power_of_two_scale)
     checks.needs_no_grad(op, "detach x and up, or call it under torch.no_grad()", x, up)
-    return casts.quantized(act_quantize_op(x, up, kind, *cast), parsed, cast)
+    return casts.quantized(act_quantize_op(x, up, kind, *cast), parsed, transpose, granularity)

@@ -199,12 +199,12 @@ def plain_operand(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An operand, cast by torch.autocast where that is on, and the fp32 tensor that undoes its
     scale."""
-    checks.is_tensor(op, name, x)
+    if not isinstance(x, torch.Tensor):
+        checks.is_tensor(op, name, x)  # whose other checks are those of the op
     inv = None
     if scale_inv is not None:
         inv = gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
-    device = x.device.type
-    return (autocast.cast_operand(x, device) if autocast.is_on(device) else x), inv
+    return autocast.operand(x), inv
 
 
 def _unpack(
@@ -214,9 +214,7 @@ def _unpack(
     if scale_inv is not None:
         raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
     if not is_block(x):
-        device = x.data.device.type
-        cast = autocast.is_on(device)
-        return (autocast.cast_operand(x.data, device) if cast else x.data), x.scale_inv
+        return autocast.operand(x.data), x.scale_inv
     check_not_simulated(simulation.current())
     data, tensor_scale_inv = decode(blocks_of(x))
     return data.t() if x.is_t else data, tensor_scale_inv
@@ -228,19 +226,21 @@ def _unpack_both(
     b: Operand,
     a_scale_inv: float | torch.Tensor | None,
     b_scale_inv: float | torch.Tensor | None,
-) -> Operands:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What `Operands` has."""
     unpack_a: Any = _unpack if isinstance(a, Quantized) else plain_operand
     unpack_b: Any = _unpack if isinstance(b, Quantized) else plain_operand
     a_data, a_inv = unpack_a(op, "a", a, a_scale_inv)
     b_data, b_inv = unpack_b(op, "b", b, b_scale_inv)
-    if is_block(a) != is_block(b):
+    plain = unpack_a is plain_operand is unpack_b
+    if not plain and is_block(a) != is_block(b):
         name, dtype = ("b", b_data.dtype) if is_block(a) else ("a", a_data.dtype)
         if dtype != torch.bfloat16:
             raise ValueError(
                 f"{op}: {name} must be bfloat16 or in a block format, as the other operand is, "
                 f"got {dtype}"
             )
-    return Operands(a_data, b_data, a_inv, b_inv)
+    return a_data, b_data, a_inv, b_inv
 
 
 def gemm(
@@ -277,17 +277,20 @@ def gemm(
     the autocast dtype; FP8, scales and bias are not cast. Raises ValueError naming the invalid
     argument.
     """
-    if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
+    both = _along_k(a, b, a_scale_inv, b_scale_inv) if isinstance(a, Quantized) else None
+    if both is not None:
         checks.needs_no_grad("gemm", "use mixprec.functional.linear", bias)
         out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
         _check_result(bias, out_dtype, b.shape[1], both[0].data)
         return run_blocks(*both, bias, out_dtype, fast_accum, simulation.current())
     operands = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
-    hint, dtype = "use mixprec.functional.matmul or linear", operands.a.dtype
-    checks.needs_no_grad("gemm", hint, operands.a, operands.b, bias)
+    hint, dtype = "use mixprec.functional.matmul or linear", operands[0].dtype
+    checks.needs_no_grad("gemm", hint, operands[0], operands[1], bias)
     if out_dtype is None:
         out_dtype = torch.bfloat16 if dtype in checks.FP8 else dtype
-    return run(operands, bias, out_dtype, fast_accum, simulation.current())
+    if (simulated := simulation.current()) is not None:
+        return run(Operands(*operands), bias, out_dtype, fast_accum, simulated)
+    return gemm_op(*operands, bias, out_dtype, fast_accum)
 
 
 def gemm_accumulate_(
@@ -308,6 +311,6 @@ def gemm_accumulate_(
     if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
         checks.needs_no_grad(op, "use mixprec.functional.linear", acc)
         return accumulate_blocks(acc, *both, simulation.current())
-    operands = _unpack_both(op, a, b, a_scale_inv, b_scale_inv)
+    operands = Operands(*_unpack_both(op, a, b, a_scale_inv, b_scale_inv))
     checks.needs_no_grad(op, "use mixprec.functional.linear", acc, operands.a, operands.b)
     return accumulate(acc, operands, simulation.current())

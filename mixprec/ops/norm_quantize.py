@@ -217,4 +217,4 @@ def norm_quantize(
     checks.needs_no_grad(op, "detach its inputs, or call it under torch.no_grad()", *tensors)
     results = norm_quantize_op(*tensors, float(eps), subtract_mean, *cast)
     total = x if residual is None else results[5]
-    return casts.quantized(results, parsed, cast), total
+    return casts.quantized(results, parsed, transpose, granularity), total

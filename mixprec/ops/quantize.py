@@ -156,8 +156,10 @@ def quantize(
     """
     op = "quantize"
     parsed = formats.parse(fmt, who=op)
-    checks.is_tensor(op, "x", x)
-    checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
+    if not isinstance(x, torch.Tensor):
+        checks.is_tensor(op, "x", x)  # whose other checks are those of the ops
+    if x.requires_grad:
+        checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
     if granularity in ("mx", "nvfp4"):
         if scale is not None or power_of_two_scale is not True:
             name, got = ("scale", scale) if scale is not None else ("power_of_two_scale", False)
@@ -191,9 +193,10 @@ def quantize(
         )
     if parsed not in formats.FORMATS:
         raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
-    scale = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
-    cast = Cast(parsed.dtype, scale, transpose, granularity, power_of_two_scale)
-    return casts.quantized(quantize_op(x, *cast), parsed, cast)
+    if scale is not None:
+        scale = checks.positive_scale(op, "scale", scale, x.device, or_zero=True)
+    cast = parsed.dtype, scale, transpose, granularity, power_of_two_scale
+    return casts.quantized(quantize_op(x, *cast), parsed, transpose, granularity)
 
 
 _INT8_MAX = 127.0  # -128 is not used: the codes are symmetric

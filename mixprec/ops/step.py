@@ -13,7 +13,6 @@ from ._dispatch.optimizer_update import (
     Tensors,
     Updated,
     UpdateOp,
-    UpdateOptions,
     rounded,
 )
 
@@ -123,8 +122,7 @@ def adamw_(
     (Loshchilov, Hutter, 2019).
     """
     settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-    given = UpdateOptions(lr, **options)
-    adamw_op.run(settings, given, params, grads, [exp_avgs, exp_avg_sqs], masters, steps)
+    adamw_op.run(settings, params, grads, [exp_avgs, exp_avg_sqs], masters, steps, lr, **options)
 
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
@@ -176,8 +174,7 @@ def lion_(
     al., 2023).
     """
     settings = (beta1, beta2, weight_decay)
-    given = UpdateOptions(lr, **options)
-    lion_op.run(settings, given, params, grads, [exp_avgs], masters, steps)
+    lion_op.run(settings, params, grads, [exp_avgs], masters, steps, lr, **options)
 
 
 def _sgd(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
@@ -233,8 +230,7 @@ def sgd_(
     et al., 2013), in the form of torch.optim.SGD.
     """
     settings = (momentum, dampening, weight_decay, nesterov)
-    given = UpdateOptions(lr, **options)
-    sgd_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)
+    sgd_op.run(settings, params, grads, [momentum_buffers], masters, steps, lr, **options)
 
 
 def _muon_direction(p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step) -> Updated:
@@ -277,5 +273,5 @@ def muon_direction_(
     2024), in the form of torch.optim.Muon.
     """
     settings = (momentum, nesterov)
-    given = UpdateOptions(lr, **options)
-    muon_direction_op.run(settings, given, params, grads, [momentum_buffers], masters, steps)
+    states = [momentum_buffers]
+    muon_direction_op.run(settings, params, grads, states, masters, steps, lr, **options)

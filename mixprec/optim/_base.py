@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from .. import _masters
 from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks, equal_masters
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
-from ..ops import inv_scale
 from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
+from ..ops.scale import inv_scale_op
 from . import _batches, _settings
 from ._batches import Batch, Batches, on_device
 from ._release import Releases
@@ -34,11 +35,12 @@ class Scaling(NamedTuple):
 class Optimizer(SavedOptimizer):
     """The step around an update op, which the subclass provides.
 
-    A subclass names its op (`_op`) and the moments of its params (`_moments`), checks the settings
-    of a group (`_check_settings`), and says which numbers of it the op takes (`_numbers`).
+    A subclass names its op (`_op_of`) and the moments of its params (`_moments`), and checks the
+    settings of a group (`_check_settings`).
     """
 
     _op: UpdateOp
+    _decoupled = True  # weight decay; whatever a group says
     # Tells torch.amp.GradScaler that step() unscales gradients itself. It then sets the attributes
     # grad_scale (None after unscale_) and found_inf on the optimizer while it calls step().
     _step_supports_amp_scaling = True
@@ -75,9 +77,21 @@ class Optimizer(SavedOptimizer):
         first, rest = super().__repr__().split("\n", 1)
         return f"{first}\n{described(self)}{rest}"
 
-    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The settings of the op's formula, in its order."""
-        raise NotImplementedError
+    def _op_of(self, group: dict[str, Any]) -> UpdateOp:
+        """The op of a group, the settings of whose formula are in the group."""
+        return self._op
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._moment_names
+
+    def _policy_of(self, group: dict[str, Any]) -> Policy:
+        """The options of a group: its own before those of the optimizer."""
+        if group.keys().isdisjoint(self._group_options):
+            return self._policy
+        options = self._own_options(group)
+        if "state_dtype" in options:
+            options["state_dtype"] = dtype_of(options["state_dtype"])
+        return replace(self._policy, **options)
 
     def _forget(self) -> None:
         """Treat every param as modified by other code since the last step."""
@@ -236,7 +250,7 @@ class Optimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = self._params()
+        params = [p for group in self.param_groups for p in group["params"]]
         if self._ids != list(map(id, params)):  # other code has edited the groups
             _settings.check_params(type(self).__name__, params, self._grad_dtype)
             self._set_up_params()
@@ -272,7 +286,7 @@ class Optimizer(SavedOptimizer):
         must_read = self._clips or grad_scale is not None or (self._low and not seen)
         if found_inf is None and must_read:
             found_inf = torch.zeros((), dtype=torch.float32, device=params[0].device)
-        unscale = None if grad_scale is None else inv_scale(grad_scale)
+        unscale = None if grad_scale is None else inv_scale_op(grad_scale)
         if found_inf is not None:
             if not seen:
                 self.grad_counts.start()
@@ -326,31 +340,35 @@ class Optimizer(SavedOptimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         for batch in batches:
-            group, device = self.param_groups[batch.group], batch.device
-            policy = self._policy_of(group)
-            states = [[s[name] for s in batch.states] for name in batch.moments]
+            group, policy, device = self.param_groups[batch.group], batch.policy, batch.device
+            op, lr = self._op_of(group), group["lr"]
+            its = {**group, "decoupled_weight_decay": self._decoupled}
+            its["beta1"], its["beta2"] = group.get("betas", (0.0, 0.0))
+            states = [s[name] for name in batch.moments for s in batch.states]
             kept = batch.states if batch.has_master else []
             masters: list[Any] = [s.get("master", s.get("remainder")) for s in kept]
             if batch.data is not batch.params:  # they are sharded
-                states = [list(map(local, tensors)) for tensors in states]
-                masters = list(map(local, masters))
-            lr: Any = group["lr"]
-            lr = on_device(device, lr) if isinstance(lr, torch.Tensor) else lr
+                states, masters = list(map(local, states)), list(map(local, masters))
+            lr_on_device = on_device(device, lr) if isinstance(lr, torch.Tensor) else None
             options = UpdateOptions(
-                lr,
+                0.0 if lr_on_device is not None else lr,
+                [its[name] for name in op.settings],
                 group["maximize"],
                 math.inf if self.max_grad_value is None else self.max_grad_value,
                 policy.stochastic_rounding,
                 self._seed,
                 [self._index[id(p)] for p in batch.params] if policy.random else (),
+                lr_on_device,
                 on_device(device, unscale),
                 on_device(device, clips.get(batch.group)),
                 on_device(device, found_inf),
-                scales(batch.states, batch.moments) if policy.state_dtype == CODES else [],
             )
-            steps = self._batches.steps(batch)
-            self._update(group, options, batch.data, batch.grads, states, masters, steps)
+            of_codes = scales(batch.states, batch.moments) if policy.state_dtype == CODES else []
+            tensors = states, of_codes, masters, self._batches.steps(batch)
+            self._update(op, group, options, batch.data, batch.grads, *tensors)
 
-    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
-        """tensors: params, grads, a list for each moment of the group, masters, steps."""
-        self._op.run(self._numbers(group), options, *tensors)
+    def _update(
+        self, op: UpdateOp, group: dict[str, Any], options: UpdateOptions, *tensors: Any
+    ) -> None:
+        """tensors: params, grads, states, their scales, masters, steps."""
+        op(*tensors, *options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,7 +13,8 @@ from .. import _masters
 from .._local_gradients import LOW_PRECISION, PLAIN, any_sharded, gradient_of, local, placed_like
 from ..distributed import Ranks
 from ..grad_report import GradCounts
-from ..ops import clip_coef, grad_stats_
+from ..ops.grad_stats import grad_stats_op
+from ..ops.scale import clip_coef_op
 from ._state import Policy
 
 
@@ -23,6 +24,7 @@ class Batch:
 
     group: int
     moments: tuple[str, ...]
+    policy: Policy
     params: list[torch.Tensor]  # as the optimizer holds them
     data: list[torch.Tensor]  # their parts on this rank: the same list without DTensors
     grads: list[torch.Tensor]
@@ -34,13 +36,11 @@ class Batch:
         return self.grads[0].device
 
 
-class _Known(NamedTuple):
+@dataclass
+class _Known:
     """The params of a group after the last step, to detect changes by other code."""
 
-    ids: list[int]
-    dtypes: list[torch.dtype]
-    state_sizes: list[int]
-    moments: tuple[str, ...]
+    kinds: tuple[Any, ...]  # ids, dtypes, sizes of the states, moments
     addresses: list[int]
     versions: list[int]
     data: list[torch.Tensor]  # the parts on this rank
@@ -53,7 +53,7 @@ class Batches:
     def __init__(self, who: str) -> None:
         self._who = who
         self._known: dict[int, _Known] = {}  # by group
-        self._changes = _masters.changes()  # after the last step
+        self._changes = _masters.Changes.count  # after the last step
         self._current: dict[int, _Known] = {}
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -91,14 +91,15 @@ class Batches:
         # Assigning p.data leaves the version as it is.
         addresses = list(map(torch.Tensor.data_ptr, data))
         now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
-        known = self._known.get(g)
-        same = self._changes == _masters.changes()
-        if same and known is not None and known[:6] == (*now, addresses, versions):
+        known = self._known.get(g) if self._changes == _masters.Changes.count else None
+        if known is not None and known.kinds != now:
+            known = None
+        if known is not None and (known.addresses, known.versions) == (addresses, versions):
             has_master = known.has_master
         else:
             unchanged: set[tuple[int, int, int]] = set()
-            if same and known is not None and known[:4] == now:
-                unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
+            if known is not None:
+                unchanged = set(zip(now[0], known.addresses, known.versions, strict=True))
             keys = list(zip(now[0], addresses, versions, strict=True))
             self.all_written |= bool(unchanged) and unchanged.isdisjoint(keys)
             _masters.attach()
@@ -116,14 +117,14 @@ class Batches:
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
             self.met_low_precision |= any(dtype in LOW_PRECISION for dtype in dtypes)
-        self._current[g] = _Known(*now, addresses, versions, data, has_master)
+        self._current[g] = _Known(now, addresses, versions, data, has_master)
         if has_master is not None:
-            yield Batch(g, moments, params, data, grads, states, has_master)
+            yield Batch(g, moments, policy, params, data, grads, states, has_master)
             return
         split: dict[tuple[bool, torch.device], Batch] = {}
         for p, part, grad, param_state in zip(params, data, grads, states, strict=True):
             kind = (_has_master(param_state), part.device)
-            batch = split.setdefault(kind, Batch(g, moments, [], [], [], [], kind[0]))
+            batch = split.setdefault(kind, Batch(g, moments, policy, [], [], [], [], kind[0]))
             batch.params.append(p)
             batch.data.append(part)
             batch.grads.append(grad)
@@ -132,12 +133,13 @@ class Batches:
 
     def remember(self) -> None:
         """Call after the step: later writes to the params are made by other code."""
-        if self._changes != _masters.changes():  # also of groups that had no gradients
+        if self._changes != _masters.Changes.count:  # also of groups that had no gradients
             self._known = {}
-        for g, known in self._current.items():
-            self._known[g] = known._replace(versions=[p._version for p in known.data])
+        for known in self._current.values():
+            known.versions = [p._version for p in known.data]
+        self._known.update(self._current)
         self._current = {}
-        self._changes = _masters.changes()
+        self._changes = _masters.Changes.count
 
     def forget(self) -> None:
         """Treat every param as written by other code since the last step."""
@@ -187,7 +189,7 @@ def read_norms(
         whole = all(batch.data is batch.params for batch in here)
         elements = None if whole else [grad.numel() for grad in grads]
         table = None if counts is None else counts.table(device, params, elements)
-        grad_stats_(grads, on_device(device, inv_scale), flag, sum_sq, table)
+        grad_stats_op(grads, on_device(device, inv_scale), flag, sum_sq, table)
         if device != home:
             found_inf.masked_fill_((flag != 0).to(home, non_blocking=True), 1.0)
             sum_sq = sum_sq.to(home, non_blocking=True)
@@ -231,11 +233,11 @@ def clip_factors(
     for g in sums:
         limit = groups[g].get("max_grad_norm")
         if limit is not None:
-            clips[g] = clip_coef(sums[g], limit)
+            clips[g] = clip_coef_op(sums[g], float(limit))
         else:
             rest.append(g)
     if max_grad_norm is not None and rest:
         parts = [sums[g] for g in rest]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        clips |= dict.fromkeys(rest, clip_coef(joined, max_grad_norm))
+        clips |= dict.fromkeys(rest, clip_coef_op(joined, float(max_grad_norm)))
     return clips

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Policy:
             return torch.float32
         return self.state_dtype
 
-    @property
+    @cached_property
     def random(self) -> bool:
         """Whether an update may round at random."""
         wide = self.state_dtype == torch.float32

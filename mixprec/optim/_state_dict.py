@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from .. import _masters
 from . import _settings
 from ._release import refusal
-from ._state import Policy, dtype_of, portable, widened
+from ._state import Policy, portable, widened
 
 
 class _Hidden:
@@ -31,6 +31,8 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     _policy: Policy
     _index: dict[int, int]
+    _policy_of: Callable[[dict[str, Any]], Policy]
+    _moments: Callable[[dict[str, Any]], tuple[str, ...]]
     # Settings that a group of a torch state dict may lack.
     _optional: ClassVar[dict[str, Any]] = {"maximize": False}
     # The keys of a state to load, and whether each is required.
@@ -50,13 +52,6 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _own_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in self._group_options if name in group}
-
-    def _policy_of(self, group: dict[str, Any]) -> Policy:
-        """The options of a group: its own before those of the optimizer."""
-        options = self._own_options(group)
-        if "state_dtype" in options:
-            options["state_dtype"] = dtype_of(options["state_dtype"])
-        return replace(self._policy, **options) if options else self._policy
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         for name in self.defaults:
@@ -80,9 +75,6 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _check_params(self, params: list[torch.Tensor], who: str) -> None:
         if reason := refusal(self, params):
             raise ValueError(f"{who}: {reason}")
-
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._moment_names
 
     def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
         """The moments that a state to load may hold."""

@@ -12,10 +12,6 @@ from . import _settings
 from ._base import Optimizer
 
 
-def numbers(group: dict[str, Any], decoupled_weight_decay: bool) -> tuple[float, ...]:
-    return (*group["betas"], group["eps"], group["weight_decay"], decoupled_weight_decay)
-
-
 class AdamW(Optimizer):
     """AdamW (decoupled weight decay) for fp32, bf16, fp16 and fp64 params, in FP32 arithmetic.
 
@@ -72,7 +68,6 @@ class AdamW(Optimizer):
     """
 
     _op = adamw_op
-    _decoupled = True
     _moment_names = ("exp_avg", "exp_avg_sq")
     _optional: ClassVar[dict[str, Any]] = {"maximize": False, "decoupled_weight_decay": True}
 
@@ -108,9 +103,6 @@ class AdamW(Optimizer):
                 f"{who}: decoupled_weight_decay must be {self._decoupled}, got "
                 f"{group['decoupled_weight_decay']}: AdamW decouples it, Adam does not"
             )
-
-    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return numbers(group, self._decoupled)
 
 
 class Adam(AdamW):

@@ -11,12 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops._dispatch.optimizer_update import UpdateOptions
+from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
 from ..ops.step import adamw_op, muon_direction_op, sgd_op
 from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
-from .adamw import numbers
 
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -146,38 +145,34 @@ class Muon(Optimizer):
         self._sharded = {id(part): p for part, p in parts if is_sharded(p)}
         super()._update_batches(batches, *args)
 
-    def _update(self, group: dict[str, Any], options: UpdateOptions, *tensors: Any) -> None:
-        if not group["use_muon"]:
-            adamw_op.run(numbers(group, True), options, *tensors)
+    def _op_of(self, group: dict[str, Any]) -> UpdateOp:
+        return muon_direction_op if group["use_muon"] else adamw_op
+
+    def _update(
+        self, op: UpdateOp, group: dict[str, Any], options: UpdateOptions, *tensors: Any
+    ) -> None:
+        if op is adamw_op:
+            super()._update(op, group, options, *tensors)
             return
-        params, grads, (buffers,), masters, steps = tensors
-        direction = options._replace(lr=0.0, stochastic_rounding=False)
+        params, grads, buffers, _, masters, steps = tensors
+        direction = options._replace(lr=0.0, lr_tensor=None, stochastic_rounding=False)
         update = options._replace(
-            maximize=False, max_value=math.inf, inv_scale=None, clip=None, state_scales=[]
+            settings=(0.0, 0.0, group["weight_decay"], False),
+            maximize=False,
+            max_value=math.inf,
+            inv_scale=None,
+            clip=None,
         )
         for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
             one = slice(i, i + 1)
             indices = options.indices[one]
             wide = torch.float64 if param.dtype == torch.float64 else torch.float32
             d = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
-            muon_direction_op.run(
-                (group["momentum"], group["nesterov"]),
-                direction._replace(indices=indices),
-                [d],
-                grads[one],
-                [[buffer]],
-                [],
-                steps[one].clone(),  # sgd_ counts the step
-            )
-            sgd_op.run(
-                (0.0, 0.0, group["weight_decay"], False),
-                update._replace(indices=indices),
-                [param],
-                [_orthogonal(d, self._sharded.get(id(param), param), group)],
-                [],
-                masters[one],
-                steps[one],
-            )
+            step, count = steps[one].clone(), steps[one]  # sgd_ counts the step
+            op([d], grads[one], [buffer], [], [], step, *direction._replace(indices=indices))
+            g = _orthogonal(d, self._sharded.get(id(param), param), group)
+            its = update._replace(indices=indices)
+            sgd_op([param], [g], [], [], masters[one], count, *its)
 
 
 def _is_matrix(entry: Any) -> bool:

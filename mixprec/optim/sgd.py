@@ -69,9 +69,6 @@ class SGD(Optimizer):
             )
         return self._moment_names
 
-    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
-
 
 class Lion(Optimizer):
     """Lion: steps of the size lr in the direction of a sign, for fp32, bf16, fp16 and fp64 params.
@@ -98,6 +95,3 @@ class Lion(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, options)
-
-    def _numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return (*group["betas"], group["weight_decay"])

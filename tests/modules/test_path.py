@@ -67,10 +67,10 @@ def test_a_step() -> None:
         scaler.scale(param.sum()).backward()
         found = files(lambda: scaler.step(optimizer))
         scaler.update()
-    assert "/ops/_dispatch/optimizer_update.py" in found
-    assert len(found) <= 9, found
-    hooks = {"/scaling.py", "/nn/reuse_weights.py"}  # which other tests have registered
-    assert len({*files(lambda: scaler.step(optimizer), entered=True)} - hooks) <= 14
+    assert "/ops/_dispatch/op.py" in found
+    assert len(found) <= 5, found
+    found = files(lambda: scaler.step(optimizer), entered=True)  # with hooks of other tests
+    assert len(found) <= 10, found
 
 
 def test_convert() -> None:

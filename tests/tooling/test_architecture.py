@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops._dispatch.optimizer_update",),
     ("ops.*",),
     ("ops",),
-    ("_local_gradients",),
+    ("_local_gradients", "_steps"),
     ("_master_forms", "_recipe_checks"),
     ("_masters",),
     ("recipes",),

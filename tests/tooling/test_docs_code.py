@@ -218,13 +218,13 @@ def resident(line: dict[str, str]) -> dict[str, float]:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The gradients that steps read before their updates."""
     seen: list[torch.Tensor] = []
-    real = _batches.grad_stats_
+    real = _batches.grad_stats_op
 
     def spy(grads: list[torch.Tensor], *args: Any, **options: Any) -> None:
         seen.extend(grads)
         real(grads, *args, **options)
 
-    monkeypatch.setattr(_batches, "grad_stats_", spy)
+    monkeypatch.setattr(_batches, "grad_stats_op", spy)
     return seen
 
 

@@ -20,6 +20,14 @@ def cast_operand(x: torch.Tensor, device: str) -> torch.Tensor:
     return x.to(operand_dtype(x, device))
 
 
+def operand(x: torch.Tensor) -> torch.Tensor:
+    """x, cast as an operand where torch.autocast is on for its device."""
+    if not torch._C._is_any_autocast_enabled():  # asking for a device takes four times as long
+        return x
+    device = x.device.type
+    return cast_operand(x, device) if is_on(device) else x
+
+
 def operand_dtype(x: torch.Tensor, device: str) -> torch.dtype:
     """The dtype of `cast_operand(x, device)`."""
     cast = x.dtype in _CAST and x.device.type == device

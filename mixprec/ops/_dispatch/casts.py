@@ -102,9 +102,10 @@ def fake(x: torch.Tensor, cast: Cast) -> Results:
     )
 
 
-def quantized(results: tuple[torch.Tensor, ...], fmt: Format, cast: Cast) -> Quantized:
+def quantized(
+    results: tuple[torch.Tensor, ...], fmt: Format, transpose: bool, granularity: str
+) -> Quantized:
     """The first five results of an op, those that were not asked for as None."""
-    transpose, granularity = cast.transpose, cast.granularity
     data, data_t, scale_inv, scale_inv_t, amax = results[:5]
     own_scales = transpose and granularity != "tensor"
     return Quantized(

@@ -356,7 +356,8 @@ class Op:
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
-            if self._operands and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
+            off = not self._operands or not torch._C._is_any_autocast_enabled()
+            if not off and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
                 with torch.autocast(kind, enabled=False):
                     result = run(*args)
             else:

@@ -38,19 +38,20 @@ class Step(NamedTuple):
 
 
 class UpdateOptions(NamedTuple):
-    """What one call reads beside params, grads, states, masters, steps and the settings of its
-    formula; `adamw_` describes each."""
+    """What one call reads behind its tensors, in the order of the schema; `adamw_` describes each.
+    lr: 0 where it is lr_tensor."""
 
-    lr: float | torch.Tensor
+    lr: float
+    settings: Sequence[float]  # of the formula
     maximize: bool = False
     max_value: float = math.inf
     stochastic_rounding: bool = False
     seed: int = 0
     indices: Sequence[int] = ()
+    lr_tensor: torch.Tensor | None = None
     inv_scale: torch.Tensor | None = None
     clip: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-    state_scales: Tensors = ()
 
 
 def rounded(value: float, real: torch.dtype) -> float:
@@ -172,7 +173,7 @@ def _reference(formula: Formula, args: Any) -> None:
 
 
 class UpdateOp(Op):
-    """The op `name` of an optimizer: one schema for all of them.
+    """The op `name` of an optimizer: one schema for all of them, `UpdateOptions` at its end.
 
     states: the names of the lists that its public function has, of the schema's `states`.
     settings: those of the numbers in `settings`, with examples for the comparison with the
@@ -201,47 +202,28 @@ class UpdateOp(Op):
     def run(
         self,
         settings: Sequence[float],
-        options: UpdateOptions,
         params: Tensors,
         grads: Tensors,
         states: Sequence[Tensors],
         masters: Tensors,
         steps: torch.Tensor,
+        lr: float | torch.Tensor,
+        state_scales: Tensors = (),
+        **options: Any,
     ) -> None:
-        """One step; states: a list for each of the names; none for a stateless step."""
-        for name, tensors in zip(("params", *self.states), (params, *states), strict=False):
-            if type(tensors) is not list:
-                checks.is_sequence(self.name, name, tensors)
+        """The public function; states: a list for each of the names; may be empty if stateless."""
+        for name, tensors in zip(("params", *self.states), (params, *states), strict=True):
+            checks.is_sequence(self.name, name, tensors)
+        number, rate = (0.0, lr) if isinstance(lr, torch.Tensor) else (lr, None)
+        given = UpdateOptions(number, settings, lr_tensor=rate, **options)
         if not params:
             return
-        checks.is_tensor(self.name, "steps", steps)
-        if torch.is_grad_enabled():
-            checks.needs_no_grad(self.name, "call it under torch.no_grad()", *params)
-        if self.stateless and not any(states):
-            states = ()
-        for name, tensors in zip(self.states, states, strict=False):
-            _check_count(self.name, name, len(tensors), len(params), False)
-        lr = options.lr
-        on_device = isinstance(lr, torch.Tensor)
-        self(
-            params,
-            grads,
-            [t for tensors in states for t in tensors],
-            options.state_scales,
-            masters,
-            steps,
-            0.0 if on_device else lr,
-            settings,
-            options.maximize,
-            options.max_value,
-            options.stochastic_rounding,
-            options.seed,
-            options.indices,
-            lr if on_device else None,
-            options.inv_scale,
-            options.clip,
-            options.found_inf,
-        )
+        checks.needs_no_grad(self.name, "call it under torch.no_grad()", *params)
+        for name, tensors in zip(self.states, states, strict=True):
+            if not self.stateless or any(states):
+                _check_count(self.name, name, len(tensors), len(params), False)
+        flat = [t for tensors in states for t in tensors]
+        self(params, grads, flat, state_scales, masters, steps, *given)
 
 
 def _real(param: torch.Tensor) -> torch.dtype:

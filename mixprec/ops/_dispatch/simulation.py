@@ -96,6 +96,8 @@ class simulate(Block):
 
 def current() -> str | None:
     """The GPU of the innermost `simulate` block of this thread; None outside of one."""
+    if not torch._C._len_torch_function_stack():
+        return None
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, simulate):
             return mode.arch
