@@ -21,6 +21,17 @@ const Text& name_of(ScaleMode mode) {
   return names[static_cast<int>(mode)];
 }
 
+// That t has all of its memory: a parameter that was freed, or replaced, would be read beyond it.
+const Tensor& whole(const Tensor& t) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &bytes));
+  Extent used = extent_of(t);
+  auto element = static_cast<int64_t>(t.element_size());
+  int64_t size = static_cast<int64_t>(used.end - used.begin) + t.storage_offset() * element;
+  STD_TORCH_CHECK(t.numel() == 0 || size <= bytes, kOp, ": a tensor lies beyond its storage");
+  return t;
+}
+
 // How many elements a row of codes has, with the one that fills up an odd number of half bytes.
 int64_t columns_of(const Read& r) {
   return r.stored.data->size(1) * (2 / block_bytes(r.how.format, 2));
@@ -34,7 +45,7 @@ struct Sides {
 
   static Side side(const Stored& m, bool transposed, const char* name) {
     int64_t rows_dim = transposed ? 1 : 0, k_dim = 1 - rows_dim;
-    Matrix matrix = matrix_of(*m.data, rows_dim, k_dim);
+    Matrix matrix = matrix_of(whole(*m.data), rows_dim, k_dim);
     return {matrix, scales_of(m.scale_inv, matrix.rows, m.data->size(k_dim),
                               static_cast<int>(rows_dim), kOp, name)};
   }
@@ -63,6 +74,7 @@ struct CpuLayer {
 
   CastOperand cast(const Tensor& t, const RoleCast& how, bool own_t, const Delayed* delayed,
                    const MaybeTensor& seed) const {
+    whole(t);
     if (how.grain == Grain::none) return {{torch::stable::to(t, how.type), {}, {}}, {}};
     if (how.grain == Grain::mx) {
       auto [data, data_t, scale, scale_t, tensor, amax] =
@@ -98,7 +110,7 @@ struct CpuLayer {
     Dtype dtype = dtype_of(g, kOp);
     std::vector<uint16_t> ones(static_cast<size_t>(g.size(0)),
                                dtype == Dtype::bf16 ? 0x3F80 : 0x3C00);
-    Side a = {{dtype, ones.data(), 1, 0, 1}, {}}, b = {matrix_of(g, 1, 0), {}};
+    Side a = {{dtype, ones.data(), 1, 0, 1}, {}}, b = {matrix_of(whole(g), 1, 0), {}};
     return product(a, b, g.size(0), {g.size(1)}, type, {}, kOp);
   }
 

@@ -147,7 +147,14 @@ class _Linear(torch.autograd.Function):
                 g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
                 ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
             )  # fmt: skip
-        if grads is None:
+        # Where x or weight has been replaced by one of another K, which autograd may take for one that
+        # was expanded.
+        k = ctx.x_shape[-1]
+        if (
+            grads is None
+            or (grads[0] is not None and grads[0].shape[1] != k)
+            or (grads[1] is not None and grads[1].shape[1] != k)
+        ):
             return *ctx.op_by_op(_OpByOp(ctx, saved), g), *[None] * 6
         grad_x = grads[0]
         if grad_x is not None and g.dim() != 2:
@@ -173,9 +180,10 @@ def gradients(
     delayed, main_grad = product.delayed, product.main_grad
     rows = g if g.dim() == 2 else g.flatten(0, -2)
     scale = amax = seed = None
-    if recipe.is_delayed and delayed is not None:
+    casts = x[0] is not None or w[0] is not None
+    if casts and recipe.is_delayed and delayed is not None:
         scale, amax = delayed.scale, delayed.grad_amax
-    if recipe.is_random and (x[0] is not None or w[0] is not None):
+    if casts and recipe.is_random:
         seed = operands.seed_of(g.device)
     in_call = bias_dtype if g.is_cpu and g.dtype.itemsize == 2 else None
     by_columns = by_columns and recipe.power_of_two_scale and not recipe.is_block

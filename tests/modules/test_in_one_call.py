@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
+from mixprec.functional import operands
 from mixprec.ops import linear_pass
 from mixprec.recipes import RECIPES
 
@@ -286,6 +288,33 @@ def test_what_is_wrong_is_said_as_before() -> None:
     layer.bias = nn.Parameter(torch.randn(7))
     with pytest.raises(ValueError, match=r"gemm: bias must have shape \[N\]"):
         layer(torch.randn(2, 16))
+    x = torch.randn(2, 16).bfloat16().requires_grad_()
+    for recipe, change, message in (
+        ("bf16", lambda m: m.weight.untyped_storage().resize_(0), "out of bounds for storage"),
+        ("bf16", lambda m: m.half(), "must both be"),
+        ("bf16", lambda m: setattr(m.weight, "data", torch.ones(8, 3).bfloat16()), "invalid"),
+        ("fp8", lambda m: setattr(m.weight, "main_grad", -torch.ones(8, 16).T), "main_grad"),
+    ):
+        layer = mixprec.nn.Linear(16, 8, bias=False, dtype=torch.bfloat16, recipe=recipe)
+        y = layer(x)
+        change(layer)
+        run = partial(layer, x) if recipe == "fp8" else partial(y.backward, torch.ones_like(y))
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            run()
+    y = mixprec.nn.Linear(16, 8, recipe="bf16")(x)
+    with pytest.raises(ValueError, match="must be a dense tensor"):
+        y.backward(torch.ones(2, 8, dtype=y.dtype).to_sparse())
+    narrow = mixprec.nn.Linear(1, 8, dtype=torch.bfloat16, recipe="bf16")
+    y = narrow(x[:, :1])
+    narrow.weight.data = torch.ones(8, 5).bfloat16()
+    with pytest.raises(RuntimeError, match="shape"):
+        y.backward(torch.ones_like(y))
+    w, other = torch.randn(16, 16), torch.randn(9, 16)
+    parsed = mixprec.Recipe.parse("fp8-rowwise")
+    for given, message in ((other, "shape"), (w, "use_t=True")):
+        kept = operands.cast(given, "w", parsed, None, use_t=given is other)
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            mixprec.functional.linear(x, w, recipe=parsed, quantized_weight=kept)
     layer = mixprec.nn.Linear(16, 8, recipe="fp8-delayed")
     layer.weight.main_grad = torch.zeros(8, 15)
     with pytest.raises(ValueError, match="main_grad"):
