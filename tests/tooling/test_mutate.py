@@ -63,9 +63,9 @@ def test_statements_are_left_out_and_branches_never_taken() -> None:
     assert {"False", "not (a)"} <= {new for _, _, new, _ in edits}
 
 
-def test_annotations_strings_and_errors_stay() -> None:
+def test_annotations_imports_strings_and_errors_stay() -> None:
     text = (
-        '"""1 + 1"""\ndef f(a: int | None = None) -> int | None:  # 1 + 1\n'
+        '"""1 + 1"""\nfrom .a import b, c\ndef f(a: int | None = None) -> int | None:  # 1 + 1\n'
         '    raise ValueError(f"{a + 1}", 1)\n'
     )
     assert list(mutate.of_python(text, random.Random(0))) == []
