@@ -212,6 +212,8 @@ def test_the_gradients_of_layers_and_convolutions_have_rows_of_their_own() -> No
         found = {name: lost(audit, "1", name) for name in ("y", "grad_input", "grad_weight")}
         assert {role for one in found.values() for role in one.operands} == {"x", "w", "g"}
         assert all({*one.operands} < {"x", "w", "g"} for one in found.values())
+        own = [float(line.split()[3]) for line in audit.sqnr_table().splitlines()[3:]]
+        assert own == sorted(own)  # what loses most is first
 
 
 def test_in_fp32_nothing_is_lost() -> None:
