@@ -281,6 +281,7 @@ def test_the_picture_of_one_step_shows_it(monkeypatch: pytest.MonkeyPatch) -> No
     drawn = [line for line in (*above.lines, *below.lines) if len(line.get_xdata()) == 1]
     assert {line.get_marker() for line in drawn} == {"o"}
     assert above.get_ylabel() == "training loss"
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["training loss"]
     assert all(tick == round(tick) for tick in below.get_xticks())
 
 
