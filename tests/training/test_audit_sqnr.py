@@ -274,6 +274,17 @@ def test_the_gradients_that_a_program_gives() -> None:
             backward(layer(x))
         found = {name for op in audit.ops if op.kind == "product" for name in op.lost}
         assert found == {"y", "grad_input", "grad_weight"}
+    model = nn.Sequential(layer, nn.Linear(32, 32).bfloat16())
+    with mixprec.audit(model, sqnr=True) as audit:
+        for _ in range(2):  # what comes after a backward pass is no gradient
+            model(x).sum().backward()
+    found = {
+        name
+        for op in audit.ops
+        if op.phase == "forward" and op.kind == "product"
+        for name in op.lost
+    }
+    assert found == {"y"}
 
 
 def written_to(self: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
