@@ -244,6 +244,13 @@ def test_it_is_compared_before_use(
         monkeypatch.setattr(F, "scaled_mm", wrong)
         with pytest.raises(ValueError, match=reason):
             raise ValueError(scaled_mm.difference("cpu"))
+
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(F, "scaled_mm", full)
+    with pytest.raises(RuntimeError, match="out of memory"):  # which leaves nothing out
+        scaled_mm.difference("cpu")
     monkeypatch.setattr(scaled_mm, "_left_out", {})
     monkeypatch.setattr(scaled_mm.backends, "can_compare", lambda: True)
     monkeypatch.setattr(scaled_mm, "difference", lambda device: f"{device} differs")
@@ -255,6 +262,8 @@ def test_it_is_compared_before_use(
     monkeypatch.setenv("MIXPREC_STRICT", "1")
     with pytest.raises(RuntimeError, match="please report it"):
         scaled_mm._ready(4)
+    monkeypatch.setattr(scaled_mm, "difference", lambda device: None)
+    assert scaled_mm._ready(5)
 
 
 def test_where_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
