@@ -267,6 +267,16 @@ def test_products_by_hand() -> None:
     assert found.keys() == {"recipe", "x", "w", "g", "y", "grad_input", "remedy"}
 
 
+def test_the_output_of_a_layer_with_outliers_is_measured_whole() -> None:
+    torch.manual_seed(0)
+    model = mixprec.convert(nn.Sequential(nn.Linear(96, 48)), "fp8+outliers-0.03")
+    x = torch.randn(64, 96).index_fill(1, torch.tensor([3, 95]), 100.0)
+    mixprec.choose_outliers(model, [x])
+    found = model_sqnr(model, lambda: model(x).sum().backward())["0"]
+    exact = nn.functional.linear(x, model[0].weight, model[0].bias)
+    assert found["y"] == pytest.approx(sqnr(exact, model(x)), abs=0.1)
+
+
 def test_a_model_is_as_before_after_it_was_measured() -> None:
     torch.manual_seed(0)
     parts = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 4, 1))
