@@ -75,7 +75,7 @@ def of_tokens(text: str, is_python: bool, draw: random.Random) -> Iterator[Edit]
         if others := sorted(same - {m[m.lastindex]}):
             yield *m.span(m.lastindex), draw.choice(others), "constant"
     for m in ARGUMENTS.finditer(text):
-        if m.start() in starts:
+        if m.start() in starts and m[1] != m[3]:
             yield m.start(1), m.end(3), m[3] + m[2] + m[1], "arguments"
     for m in () if is_python else CALL.finditer(text):
         yield *m.span(1), "", "statement"
@@ -85,7 +85,10 @@ def of_tokens(text: str, is_python: bool, draw: random.Random) -> Iterator[Edit]
 
 
 def of_python(text: str, draw: random.Random) -> Iterator[tuple[int, Edit]]:
-    """Each after the first line of the function around it, or 0. Annotations and errors stay."""
+    """Each after the first line of the function around it, or 0.
+
+    Annotations, imports and errors stay.
+    """
     tree, rows = ast.parse(text.encode("latin-1")), [0, *(m.end() for m in re.finditer("\n", text))]
 
     def span(n: Any) -> tuple[int, int]:
@@ -94,7 +97,7 @@ def of_python(text: str, draw: random.Random) -> Iterator[tuple[int, Edit]]:
     edits, kept, functions = [*of_tokens(text, True, draw)], [], [(0, len(text), 0, [])]
     for node in ast.walk(tree):
         notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        notes += [node] if isinstance(node, (ast.Raise, ast.JoinedStr)) else []
+        notes += [node] if isinstance(node, (ast.Raise, ast.JoinedStr, ast.ImportFrom)) else []
         kept += [span(n) for n in notes if n]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min(n.lineno for n in [node, *node.decorator_list])

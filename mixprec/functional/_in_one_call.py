@@ -147,8 +147,8 @@ class _Linear(torch.autograd.Function):
                 g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
                 ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
             )  # fmt: skip
-        # Where x or weight has been replaced by one of another K, which autograd may take for one that
-        # was expanded.
+        # Not where x or weight has been replaced by one of another K: autograd might take that for
+        # an expanded one.
         k = ctx.x_shape[-1]
         if (
             grads is None

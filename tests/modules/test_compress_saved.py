@@ -57,6 +57,7 @@ def test_what_an_op_saves_decides(bits: str, linear: int, activation: int) -> No
         (lambda: mixprec.functional.linear(x, w, recipe="fp8"), {weight}),  # in 8 bits already
         (lambda: x @ x.transpose(-1, -2), {("attention", 8)}),
         (lambda: F.gelu(x), {("activation", activation)}),
+        (lambda: mlp(x, w, w, recipe="bf16"), {("activation", activation), ("activation", None)}),
         (lambda: F.layer_norm(x, (32,)), {("norm", activation), ("norm", None)}),  # rstd, mean
         (lambda: F.scaled_dot_product_attention(x, x, x), of_attention),
         (lambda: attention(x, x, x), of_attention),

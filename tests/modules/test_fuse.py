@@ -88,6 +88,7 @@ def test_the_modules_learn_like_torchs(recipe: str) -> None:
     got = gradients(model, x)
     with mixprec.autocast(enabled=False):
         expected = gradients(model, x)
+    assert torch.equal(model.norm_linear(x, model.residual)[-1], x + model.residual)
     floor = {4: 2, 8: 8, 16: 30}[RECIPES[recipe].x.bits]
     for key, exact in expected.items():
         assert float(sqnr(exact, got[key])) > floor, key

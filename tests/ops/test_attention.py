@@ -154,6 +154,14 @@ def test_the_gradients_of_the_scores_of_a_query_add_up_to_0(
         )
 
 
+def test_rounded_weights_add_up_over_queries(backend: str) -> None:
+    """To those that are not: 1000 times 1/3, which bf16 has not."""
+    x = inputs((1, 1, 1, 1000, 3, 16), torch.bfloat16)
+    x = x._replace(k=torch.zeros_like(x.k), g=torch.ones_like(x.g, dtype=torch.float32))
+    dv = run(x, False, 1.0)[3]
+    assert_close(dv, torch.full_like(dv, 1000 / 3).double(), torch.full_like(dv, 0.01).double())
+
+
 @for_each("causal", [False, True])
 def test_large_scores(backend: str, causal: bool) -> None:
     """exp(score) overflows FP32: only differences to the maximum are exponentiated."""

@@ -226,6 +226,13 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=reason):
             raise ValueError(scaled_mm.difference("cpu"))
 
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(F, "scaled_mm", full)
+    with pytest.raises(RuntimeError, match="out of memory"):  # which leaves nothing out
+        scaled_mm.difference("cpu")
+
 
 def test_where_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, reads = torch.device("cuda"), scaled_mm.reads_swizzled

@@ -58,9 +58,9 @@ def test_variants(line: tuple[str, ...]) -> None:
         assert any(variant in one.rpartition("\n")[2] for one in found), (variant, found)
 
 
-def test_annotations_strings_and_errors_stay() -> None:
+def test_annotations_imports_strings_and_errors_stay() -> None:
     text = (
-        '"""1 + 1"""\ndef f(a: int | None = None) -> int | None:  # 1 + 1\n'
+        '"""1 + 1"""\nfrom .a import b, c\ndef f(a: int | None = None) -> int | None:  # 1 + 1\n'
         '    raise ValueError(f"{a + 1}", 1)\n'
     )
     assert list(mutate.of_python(text, random.Random(0))) == []

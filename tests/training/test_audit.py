@@ -446,3 +446,5 @@ def test_the_page(tmp_path: Path) -> None:
     assert [render.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
         "#d94801", "#238b45", "#74c476", "#969696",
     ]  # fmt: skip
+    red, orange, blue = map(render.loss_color, (17.0, 20.0, 24.0))
+    assert (red, orange, blue) == ("#b2182b", "#ef8a62", "#67a9cf")

@@ -146,6 +146,16 @@ def test_what_underflows_overflows_and_is_zero() -> None:
     assert any("87.5% of the gradients underflow in fp16" in line for line in audit.findings)
 
 
+def test_what_is_rounded_in_between_explains_the_noise_beside_an_infinity() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64).log_softmax(-1).bfloat16()
+    x[3, 5] = math.inf
+    with mixprec.audit(nn.Identity(), sqnr=True) as audit:
+        x.logsumexp(-1)
+    ((found,),) = (op.lost.values() for op in audit.ops)
+    assert 0.5 < found.beyond < 2
+
+
 @pytest.mark.parametrize("sqnr", [False, True])
 @pytest.mark.parametrize("way", [*WAYS, "fp8-delayed"])
 def test_nothing_that_the_model_computes_changes(way: str, sqnr: bool) -> None:
@@ -189,6 +199,13 @@ def test_what_another_recipe_would_lose() -> None:
             there = lost(before, "0", product).sqnr_if(recipe)
             got = lost(after, "0", product).own
             assert there == pytest.approx(got, abs=1.5 if recipe == "bf16" else 0.7), recipe
+    found = []
+    for inputs in ((x,), (8 * x,), (x, 8 * x)):  # calls add up
+        with mixprec.audit(model[0], what_if=["fp8"], sqnr=True) as audit:
+            for each in inputs:
+                model[0](each)
+        found.append(lost(audit, "Linear", "y").what_if["fp8"])
+    assert found[2] == pytest.approx([a + b for a, b in zip(*found[:2], strict=True)])
     with pytest.raises(ValueError, match="what_if must be a recipe with scales of the tensors"):
         mixprec.audit(model, x, loss=loss, what_if="fp8-delayed")
 
@@ -204,6 +221,8 @@ def test_the_gradients_of_layers_and_convolutions_have_rows_of_their_own() -> No
         found = {name: lost(audit, "1", name) for name in ("y", "grad_input", "grad_weight")}
         assert {role for one in found.values() for role in one.operands} == {"x", "w", "g"}
         assert all({*one.operands} < {"x", "w", "g"} for one in found.values())
+        own = [float(line.split()[3]) for line in audit.sqnr_table().splitlines()[3:]]
+        assert own == sorted(own)  # what loses most is first
 
 
 def test_in_fp32_nothing_is_lost() -> None:
@@ -247,6 +266,17 @@ def test_the_gradients_that_a_program_gives() -> None:
             backward(layer(x))
         found = {name for op in audit.ops if op.kind == "product" for name in op.lost}
         assert found == {"y", "grad_input", "grad_weight"}
+    model = nn.Sequential(layer, nn.Linear(32, 32).bfloat16())
+    with mixprec.audit(model, sqnr=True) as audit:
+        for _ in range(2):  # what comes after a backward pass is no gradient
+            model(x).sum().backward()
+    found = {
+        name
+        for op in audit.ops
+        if op.phase == "forward" and op.kind == "product"
+        for name in op.lost
+    }
+    assert found == {"y"}
 
 
 def written_to(self: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -379,9 +409,11 @@ def test_tensors_without_values_and_memory_that_grows() -> None:
         with torch.no_grad():
             y, out = layer(x), torch.empty(0)
             torch.add(y, 1.0, out=out)
+            total = torch.zeros(4, 16)
+            total += y
             nn.Linear(16, 16, device="meta", dtype=torch.bfloat16)(y.bfloat16().to("meta"))
             torch.nested.nested_tensor([y, y[:2]]).bfloat16().float().to_padded_tensor(0.0)
-            return [y, out]
+            return [y, out, total]
 
     want = run()
     with mixprec.audit(layer, sqnr=True):

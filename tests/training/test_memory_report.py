@@ -117,9 +117,11 @@ class Restless(nn.Module):
             self.register_buffer(name, torch.zeros(4))
         self.register_buffer("unsaved", torch.zeros(4), persistent=False)
         self.plain, self.cache, self.steps = torch.zeros(4), None, 0
+        self.inner = nn.Module()
+        self.inner.register_buffer("only", torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.replaced = self.replaced + 1
+        self.replaced, self.inner.only = self.replaced + 1, self.inner.only + 1
         self.added_to += 1
         self.plain.add_(1)
         self.resized.data = torch.ones(9)

@@ -116,6 +116,7 @@ def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
         assert value.dtype == (torch.float32 if key in low else own[key].dtype)
         assert not value.requires_grad
     assert torch.equal(state["table"], own["table"].float())
+    assert state["head.weight"] is state["embed.weight"]
     masters_of = [zip(run.params, run.masters(), strict=True) for run in runs]
     trained = dict(itertools.chain(*masters_of))
     for key, p in model.named_parameters(remove_duplicate=False):
