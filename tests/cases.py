@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from mixprec.functional import _products
 from mixprec.recipes import Recipe
 
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -178,6 +180,20 @@ def for_each(names: str, values: Iterable[Any]) -> Callable:
         return loop
 
     return decorate
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[[str, str, str, str], object]) -> Iterator[None]:
+    """Calls callback(kind, layer, format of a, format of b) before each product in the block."""
+
+    def listener(kind: str, recipe: Recipe, layer: str) -> None:
+        callback(kind, layer, *(fmt.name for fmt in getattr(recipe, kind)))
+
+    _products.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _products.listeners.remove(listener)
 
 
 def pairwise(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple]:

@@ -11,11 +11,9 @@ from ._linear import linear, matmul
 from ._linear_cross_entropy import linear_cross_entropy
 from ._newton_schulz import orthogonalize
 from ._one_pass import rotary
-from ._products import Observer, observed
 
 __all__ = [
     "IntOrPair",
-    "Observer",
     "attention",
     "cast_conv_weight",
     "conv2d",
@@ -27,7 +25,6 @@ __all__ = [
     "matmul",
     "mlp",
     "norm_linear",
-    "observed",
     "orthogonalize",
     "rotary",
     "twice_differentiable",

@@ -51,7 +51,8 @@ def kernels(
 def may_run(its: Kernels, g: torch.Tensor, main_grad: torch.Tensor | None) -> bool:
     """Whether the backward pass may be one call, of a layer whose forward pass was."""
     can_add = main_grad is None or its.accumulates
-    return can_add and is_plain_eager(g) and context.backend is None
+    unseen = is_plain_eager(g) and not _products.is_observed()
+    return can_add and unseen and context.backend is None
 
 
 def linear(

@@ -190,7 +190,7 @@ def linear(
     x: [..., K], one or more dimensions, any strides; weight: [N, K]; both fp32, bf16 or fp16.
     bias: [N], fp32, bf16, fp16 or fp64. recipe: a name ("bf16", "fp16", "fp8", "fp8-rowwise",
     "fp8-block", ...) or a Recipe, which says what q is for x, weight and the incoming gradient g.
-    out_dtype: fp32, bf16 or fp16; None takes x's. name: passed to `observed`. delayed: the state
+    out_dtype: fp32, bf16 or fp16; None takes x's. name: the layer's, for audit. delayed: the state
     of a recipe with delayed scaling, which mixprec.nn.Linear keeps. quantized_weight: what
     `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this weight. clipped:
     int64 [], counts the outputs that a recipe with clip_activations saturated. outliers: int64

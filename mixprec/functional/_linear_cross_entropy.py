@@ -330,7 +330,7 @@ def run_linear_cross_entropy(
     how: Loss,
     name: str = "",
 ) -> torch.Tensor:
-    """`linear_cross_entropy`; name: for `observed`."""
+    """`linear_cross_entropy`; name: of the layer, for audit."""
     _check(x, weight, target, bias, recipe, how)
     product = Product(main_grad_of(_OP, weight), name=name)
     grad, simulated = torch.is_grad_enabled(), simulation.current()

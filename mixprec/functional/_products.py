@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,42 +16,17 @@ from ..ops.gemm import run as gemm
 from ..recipes import OUTLIERS, Recipe
 from .operands import Delayed, Matrix, Operand
 
-# kind ("forward", "grad_input", "grad_weight"), layer name, format of a, format of b
-Observer = Callable[[str, str, str, str], None]
-
-_observer: Observer | None = None
-# For audit, with the recipe itself: kind, recipe, name.
+# Called before each product, for audit: kind ("forward", "grad_input" or "grad_weight"), recipe,
+# name of the layer.
 listeners: list[Callable[[str, Recipe, str], None]] = []
 
 
-@contextlib.contextmanager
-def observed(callback: Observer) -> Iterator[None]:
-    """Call callback(kind, name, a_format, b_format) before each GEMM run inside the block.
-
-    kind: "forward", "grad_input" or "grad_weight"; name: the `name` given to `linear` or `conv2d`,
-    whose convolutions count as GEMMs; the formats are names such as "e4m3". A backward pass is
-    reported if it runs inside the block; the columns of outliers, in bf16, are not reported apart
-    from their product. Blocks nest: the innermost callback is called. The setting
-    is global to the process (CUDA's backward runs in a thread of its own) and restored when the
-    block ends.
-    """
-    global _observer
-    before, _observer = _observer, callback
-    try:
-        yield
-    finally:
-        _observer = before
-
-
 def is_observed() -> bool:
-    return _observer is not None or bool(listeners)
+    return bool(listeners)
 
 
 def observe(kind: str, recipe: Recipe, name: str) -> None:
     """Report a GEMM that is about to run."""
-    if _observer is not None and recipe is not OUTLIERS:
-        a_format, b_format = getattr(recipe, kind)
-        _observer(kind, name, a_format.name, b_format.name)
     if not torch.compiler.is_compiling():  # whose graphs audit reads
         for listener in listeners:
             listener(kind, recipe, name)
@@ -158,7 +132,7 @@ def _t(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Gemms(NamedTuple):
-    """Those of a layer. name: for `observed`; simulated: the GPU of a `simulate` block."""
+    """Those of a layer. name: for `listeners`; simulated: the GPU of a `simulate` block."""
 
     recipe: Recipe
     name: str

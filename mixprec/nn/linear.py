@@ -49,9 +49,9 @@ class Linear(Layer, torch.nn.Linear):
     Otherwise identical to torch.nn.Linear: parameters, initialisation, state_dict keys. Parameters
     may be fp32, bf16 or fp16 and are never changed. The output has the input's dtype; under
     torch.autocast, the autocast dtype. recipe: a name, such as "bf16", "fp8" or "fp8-delayed", or
-    a Recipe; inside `mixprec.autocast`, that region's. name: what `mixprec.functional.observed`
-    reports; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for the
-    formulas and errors.
+    a Recipe; inside `mixprec.autocast`, that region's. name: what audit
+    calls it; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for
+    the formulas and errors.
 
     A delayed recipe and one with clip_activations or outliers add buffers: see `mixprec.nn.Layer`.
     `mixprec.update_scales` says when delayed scales change. State dicts of nn.Linear can be loaded,

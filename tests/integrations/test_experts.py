@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import observed
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -118,7 +119,7 @@ def test_parametrized_experts(form: str) -> None:
         assert isinstance(experts, mixprec.nn.Experts)
         for name in IMPLEMENTATIONS:
             seen: set[str] = set()
-            with parametrize.cached(), mixprec.functional.observed(lambda *a, s=seen: s.add(a[0])):
+            with parametrize.cached(), observed(lambda *a, s=seen: s.add(a[0])):
                 got = results(experts, name)
             assert seen == {"forward", "grad_input", "grad_weight"}
             for mine, theirs in zip(got, want, strict=True):

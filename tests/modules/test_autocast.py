@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, observed
 from layer_cases import Twice
 from torch import nn
 from torch.nn import functional as F
 
 import mixprec
-from mixprec.functional import observed
 from mixprec.nn.autocast import FP32_OPS
 
 LOW = (torch.bfloat16, torch.float16)

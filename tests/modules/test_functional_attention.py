@@ -8,12 +8,12 @@ from typing import Any
 import independent as ind
 import pytest
 import torch
-from cases import WIDE, for_each, normal, pairwise
+from cases import WIDE, for_each, normal, observed, pairwise
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import mixprec
-from mixprec.functional import attention, observed
+from mixprec.functional import attention
 from mixprec.functional._attention import run_attention
 
 Tensors = tuple[torch.Tensor, ...]

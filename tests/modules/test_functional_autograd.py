@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import for_each, normal, pairwise
+from cases import for_each, normal, observed, pairwise
 from independent import assert_same_lists
 from layer_cases import OPS, leaf, linear, saved_tensors
 
 from mixprec import functional
-from mixprec.functional import observed
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import sqnr
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import for_each, name
+from cases import for_each, name, observed
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mixprec
-from mixprec.functional import _grouped_linear, grouped_linear, observed
+from mixprec.functional import _grouped_linear, grouped_linear
 from mixprec.functional._products import Product
 from mixprec.functional._transforms import _Context
 from mixprec.ops._dispatch.op import OPS

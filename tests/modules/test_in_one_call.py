@@ -278,7 +278,7 @@ def test_how_many_calls_of_python(recipe: str) -> None:
     assert counted(lambda: layer(x)) <= 26, calls  # with the lambda
     y = layer(x)
     g = torch.ones_like(y)
-    assert counted(lambda: y.backward(g, retain_graph=True)) <= 30, calls
+    assert counted(lambda: y.backward(g, retain_graph=True)) <= 31, calls
 
 
 def test_what_is_wrong_is_said_as_before() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import for_each, nearest, normal, pairwise
+from cases import for_each, nearest, normal, observed, pairwise
 from independent import assert_same_bits, assert_same_lists
 from layer_cases import BLOCK_MIXES, leaf, saved_tensors
 from models import Model
@@ -166,7 +166,7 @@ def test_what_is_saved_for_backward() -> None:
 def test_compiled_and_observed() -> None:
     model = mixprec.convert(mlp(), "fp8+gi-mxfp8+gw-bf16")
     seen = []
-    with functional.observed(lambda kind, name, *formats: seen.append((kind, *formats))):
+    with observed(lambda kind, name, *formats: seen.append((kind, *formats))):
         plain = step(copy.deepcopy(model), X)
     assert {*seen} == {
         ("forward", "e4m3", "e4m3"), ("grad_input", "e4m3", "e4m3"),
