@@ -87,7 +87,7 @@ class Monitor:
             raise ValueError(f"Monitor: every must be an int of 1 or more, got {every!r}")
         if not any(True for _ in measured_layers(model)):
             raise ValueError("Monitor: model must have layers with a recipe: mixprec.convert it")
-        say_what_is_left_out("Monitor", model)
+        say_what_is_left_out(model)
         self.model, self.every, self.sqnr = model, every, sqnr
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended

@@ -39,13 +39,13 @@ def measured_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def say_what_is_left_out(who: str, model: nn.Module) -> None:
-    """Name the layers with a recipe that are not measured."""
+def say_what_is_left_out(model: nn.Module) -> None:
+    """Name the layers with a recipe that a Monitor does not measure."""
     measured = {name for name, _ in measured_layers(model)}
     left = [name for name, _ in recipe_layers(model) if name not in measured]
     if left:
         why = "not measured, because they are not one product of input and weight"
-        _said.say(f"{who}: {why}: {joined(left, 3)}")
+        _said.say(f"Monitor: {why}: {joined(left, 3)}")
 
 
 def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch.autograd import function
 
 from .._context import context, replaced
+from .._local_gradients import PLAIN
 from .._modes import is_watched, nor_below
 from ..memory.running import running
 from ._transforms import run_transformed
@@ -42,9 +43,6 @@ def twice_differentiable() -> Iterator[None]:
 
 def is_twice_differentiable() -> bool:
     return not torch.compiler.is_compiling() and context.twice_differentiable
-
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(x: Any) -> bool:

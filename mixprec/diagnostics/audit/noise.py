@@ -236,12 +236,12 @@ def _arithmetic(
         lost.expected += power(want - (again if finite is None else torch.where(finite, again, 0)))
 
 
-def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0) -> float:
-    """The noise of numbers with this sum of squares that are rounded to dtype times scale."""
+def _rounding(dtype: torch.dtype, square: float, numel: int) -> float:
+    """The noise of numbers with this sum of squares that are rounded to dtype."""
     info = torch.finfo(dtype)
     # A processor may flush what is below FP32's normal range.
     flushes = info.smallest_normal == _FLUSHED
-    step = float(info.smallest_normal) * (1.0 if flushes else float(info.eps)) * scale
+    step = float(info.smallest_normal) * (1.0 if flushes else float(info.eps))
     return _VARIANCE * (float(info.eps) ** 2 * square + numel * step**2)
 
 
