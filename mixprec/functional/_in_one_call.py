@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
             own_t[i] = of_t[3] is not None if given is None else given.own_t is not None
             matrix = of_t[3:] if own_t[i] else of_t[:3] if of_t[0] is not None else (t, None, None)
             saved[3 * i : 3 * i + 3] = matrix if given is None else given.for_backward
-        ctx.recipe, ctx.product, ctx.its, ctx.own_t = recipe, product, its, own_t
+        ctx.recipe, ctx.products, ctx.its, ctx.own_t = recipe, (product,), its, own_t
         ctx.op_by_op = op_by_op
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.by_columns = weight.stride(0) == 1 and weight.stride(1) > 1
@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @nor_below
     def backward(ctx: Any, g: torch.Tensor) -> Tensors:
-        its, product = ctx.its, ctx.product
+        its, (product,) = ctx.its, ctx.products
         saved, grads = None, None
         if not torch.is_grad_enabled() and may_run(its, g, product.main_grad):
             saved = ctx.saved_tensors

@@ -69,8 +69,8 @@ class _Linear(torch.autograd.Function):
         grad_enabled: bool,
         simulated: str | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.backend, ctx.product, ctx.simulated = (
-            recipe, context.backend, product, simulated,
+        ctx.recipe, ctx.backend, ctx.products, ctx.simulated = (
+            recipe, context.backend, (product,), simulated,
         )  # fmt: skip
         ctx.x_shape, ctx.x_dtype, ctx.like_w = x.shape, x.dtype, WeightLike.of(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -113,12 +113,12 @@ class _Linear(torch.autograd.Function):
 @differentiable(_second)
 def gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
     """Of x, weight and bias, op by op."""
-    gemms = Gemms(ctx.recipe, ctx.product.name, ctx.simulated)
+    gemms = Gemms(ctx.recipe, ctx.products[0].name, ctx.simulated)
     x_t = transposed(Matrix(*saved[:3]), ctx.own_t[0])  # [K, M]
     w_t = transposed(Matrix(*saved[3:6]), ctx.own_t[1])  # [K, N]
     outliers, x_outliers, w_outliers = saved[6:9]
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    main_grad, delayed = ctx.product.main_grad, ctx.product.delayed
+    main_grad, delayed = ctx.products[0].main_grad, ctx.products[0].delayed
     grad_x = grad_w = None
     if need_x or need_w:
         qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w)

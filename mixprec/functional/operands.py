@@ -39,9 +39,11 @@ class Matrix(NamedTuple):
     tensor_scale_inv: torch.Tensor | None = None
 
     def t(self) -> Matrix:
-        """The transpose, of which the scales are those of the matrix."""
-        inv = None if self.scale_inv is None else self.scale_inv.t()
-        return Matrix(self.data.t(), inv, self.tensor_scale_inv)
+        """The transpose, with the scales of the matrix; of each of several [E, R, C]."""
+        data, inv = self.data, self.scale_inv
+        if inv is not None and inv.dim() > 1:
+            inv = inv.transpose(-1, -2)
+        return Matrix(data.transpose(-1, -2), inv, self.tensor_scale_inv)
 
 
 NOTHING = Matrix(None)

@@ -70,7 +70,7 @@ def test_keeps_the_outliers_in_bf16() -> None:
         functional.linear(x, w, recipe="fp8+outliers-0.03", outliers=FEW)
     shapes = {tuple(t.shape): t.dtype for t in saved if t.dim() == 2}
     assert shapes[M, 3] == shapes[N, 3] == torch.bfloat16
-    assert shapes[K, M] == shapes[K, N] == torch.float8_e4m3fn
+    assert shapes[M, K] == shapes[N, K] == torch.float8_e4m3fn
 
 
 def test_the_buffer_may_be_written_between_forward_and_backward() -> None:

@@ -58,6 +58,7 @@ SIDEWAYS = {
     "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
     "block_operands.is_block",
     "gemm_grouped": "gemm.plain_operand",
+    "linear_pass": "gemm.gemm_op gemm.gemm_accumulate_op quantize.quantize_op",
     "grad_stats": "unscale.check_grads unscale.count_reference",
 }
 

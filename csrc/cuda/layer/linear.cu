@@ -65,7 +65,6 @@ struct CudaLayer {
   }
 
   void accumulate(const Tensor& acc, const Read& a_, const Read& b_) const {
-    STD_TORCH_CHECK(!is_vendor(2), "linear: torch's product adds to main_grad op by op");
     Tensor a = a_.transposed ? t(*a_.stored.data) : *a_.stored.data;
     Tensor b = b_.transposed ? *b_.stored.data : t(*b_.stored.data);
     std::array<StableIValue, 5> stack = {
