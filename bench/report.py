@@ -252,6 +252,7 @@ OF_BENCH: dict[str, Block] = {
     "training steps": training_steps,
 }
 OF_A_FILE: dict[str, Block] = {
+    "host": bench,
     "lean": lean,
     "versions": versions,
     "model-table": families.block,

@@ -77,8 +77,7 @@ def _layer(recipe: str) -> Workload:
     torch.manual_seed(0)
     x, g = torch.randn(8, 32).bfloat16().requires_grad_(), torch.randn(8, 32).bfloat16()
     theirs = torch.nn.Linear(32, 32)
-    mine = mixprec.convert(torch.nn.Sequential(copy.deepcopy(theirs)), recipe)
-    mixprec.cast_parameters(mine, torch.bfloat16)
+    mine = mixprec.cast_parameters(mixprec.convert(copy.deepcopy(theirs), recipe), torch.bfloat16)
 
     def run(layer: torch.nn.Module, enabled: bool) -> list[torch.Tensor]:
         x.grad = None
