@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwise, small_integers
 from independent import assert_same_lists
 from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
@@ -16,7 +18,7 @@ from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import matmul, mlp, operands
 from mixprec.recipes import RECIPES, Recipe
-from mixprec.testing import assert_close, tolerance
+from mixprec.testing import assert_close, sqnr, tolerance
 
 FP8_MIXES = (
     Recipe("e4m3", E4M3, E4M3, E4M3),
@@ -116,6 +118,44 @@ def test_blackwell_needs_no_transposed_copy_with_scales_of_tensors(
         assert not operands.wants_k_major(torch.device("cpu"), "tensor")
         with mixprec.use_backend("triton"):
             assert operands.wants_k_major(gpu, "tensor")
+
+
+def noise(role: str, recipe: Recipe) -> float:
+    """The mean square error of an element over the mean square, at most: a step of eps times the
+    power of two below it, as large as the element itself, errs by step^2 / 12 to nearest and by
+    twice that stochastically. A scale rounded up to a power of two makes steps no larger."""
+    steps = 12 if role not in recipe.stochastic_rounding else 6
+    return getattr(recipe, role).eps ** 2 / steps
+
+
+def outliers(*shape: int) -> torch.Tensor:
+    """Standard normal values with one in a thousand 30 times as large."""
+    return torch.randn(shape) * torch.where(torch.rand(shape) < 1e-3, 30.0, 1.0)
+
+
+LARGE = {  # shapes of x and weight
+    "linear": ((384, 512), (256, 512)),
+    "1x1": ((4, 64, 12, 12), (48, 64, 1, 1)),
+    "3x3": ((4, 64, 12, 12), (48, 64, 3, 3)),
+}
+
+
+@for_each("kind, draw", pairwise(list(LARGE), [torch.randn, torch.rand, outliers]))
+@for_each("recipe", [*RECIPES.values(), *BLOCK_MIXES])
+def test_signal_to_noise(recipe: Recipe, kind: str, draw: Callable[..., torch.Tensor]) -> None:
+    """Against FP32: independent errors of two operands add up."""
+    op, exact = OPS[kind][0], F.linear if kind == "linear" else F.conv2d
+    x, w = (leaf(draw(*shape)) for shape in LARGE[kind])
+    y = exact(x, w)
+    g = draw(*y.shape)
+    want = y, *torch.autograd.grad(y, (x, w), g)
+    y = op(x, w, recipe=recipe)
+    got = y, *torch.autograd.grad(y, (x, w), g)
+    # Values of one sign add up faster than errors, which 16-bit results limit. Beside an outlier,
+    # 4 bits have few elements that are not subnormal.
+    gain = {torch.rand: 10.0 if recipe.is_scaled else 0.0, outliers: -2.0}.get(draw, 0.0)
+    for a, b, roles in zip(want, got, ("xw", "gw", "gx"), strict=True):
+        assert sqnr(a, b) > gain - 10 * math.log10(sum(noise(role, recipe) for role in roles))
 
 
 @for_each("recipe", CURRENT)
