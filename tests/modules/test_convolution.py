@@ -234,6 +234,7 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
 
 # --- layers ----------------------------------------------------------------------------------
 
+torch.manual_seed(0)  # where weights cancel, a gradient of x is small, and its SQNR too
 CONVOLUTIONS = [  # of torch, and the shape of x
     (nn.Conv1d(8, 12, 3, 2, 1), (4, 8, 33)),
     (nn.Conv1d(8, 12, 1, bias=False), (4, 8, 33)),
