@@ -25,6 +25,10 @@ from .operands import Matrix, Operand
 _NOTHING = (None, None, None)
 
 
+class CallFailed(Exception):
+    """Of the call itself: an error of a hook of the program is not one."""
+
+
 def kernels(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -66,8 +70,9 @@ def linear(
     its: Kernels,
     op_by_op: Callable[[Any, torch.Tensor], Tensors],
 ) -> torch.Tensor:
-    """x @ weight^T + bias, with `kernels`. op_by_op: the gradients of x, weight and bias in a
-    backward pass that is to be seen, from the ctx of `_linear`."""
+    """x @ weight^T + bias, [..., N], of x [..., K] and weight [N, K], with `kernels`; CallFailed if it
+    cannot. op_by_op: the gradients in a backward pass that is to be seen, from the ctx of `_linear`.
+    """
     args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, op_by_op
     if not context.hooks:
         return _apply(*args)
@@ -104,10 +109,13 @@ class _Linear(torch.autograd.Function):
             *(bias, scale, amax, recipe.code, its.choice, its.k_major, use_x_t, use_w_t, out_dtype),
         )
         forward = linear_pass.linear_forward
-        if x.is_cpu:
-            y, *made = forward(*args)
-        else:
-            y, *made = linear_pass.run_on_gpu(forward, its, recipe, *args)
+        try:
+            if x.is_cpu:
+                y, *made = forward(*args)
+            else:
+                y, *made = linear_pass.run_on_gpu(forward, its, recipe, *args)
+        except RuntimeError as error:
+            raise CallFailed from error
         if amax is not None:
             torch.autograd.graph.increment_version(amax)
         if keep is not None and qx is None:

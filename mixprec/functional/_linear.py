@@ -165,8 +165,8 @@ def run_linear(
     if (its := _in_one_call.kernels(x, weight, bias, recipe, dtype)) is not None:
         try:
             y = _in_one_call.linear(*args, its, gradients)
-        except RuntimeError:
-            y = None
+        except _in_one_call.CallFailed:
+            y = None  # what is wrong is said below
     if y is None:
         y = apply("linear", _Linear, *args, simulation.current())
     return saturate(y, clipped) if clip else y

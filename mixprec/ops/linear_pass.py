@@ -62,6 +62,7 @@ def run_on_gpu(op: Callable[..., Any], its: Kernels, recipe: Any, *args: Any) ->
 
 _CPU = Kernels() if library.has_cpu_kernel("linear_forward") else None
 _HAS_CUDA = library.has_cuda_kernel("linear_forward")
+_UNKNOWN = Kernels(-1)
 _known: dict[Any, Kernels | None] = {}  # by what the choice of a product depends on
 _MOST = 4096  # calls of as many shapes are known
 
@@ -86,14 +87,14 @@ def kernels(
         *(m, *weight.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype),
         *(out_dtype, recipe.code, recipe.fast_accum, by_columns, k_major, x.device.index),
     )
-    if key in _known:
-        return _known[key]
-    if backends.is_capturing():
-        return None
-    if len(_known) > _MOST:
-        _known.clear()
-    _known[key] = _chosen(x, weight, bias, recipe, out_dtype, k_major, m, by_columns)
-    return _known[key]
+    its = _known.get(key, _UNKNOWN)
+    if its is _UNKNOWN:
+        if backends.is_capturing():
+            return None
+        if len(_known) > _MOST:
+            _known.clear()
+        _known[key] = its = _chosen(x, weight, bias, recipe, out_dtype, k_major, m, by_columns)
+    return its
 
 
 def _chosen(

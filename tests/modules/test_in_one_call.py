@@ -17,13 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
+from mixprec.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from mixprec.functional import operands
 from mixprec.ops import linear_pass
-from mixprec.recipes import RECIPES
+from mixprec.recipes import RECIPES, ROLES, Recipe
 
 SHAPES = ((8, 32, 48), (1, 33, 17), (0, 16, 8), (5, 130, 257), ((2, 3), 40, 16), ((2, 2, 2), 7, 5))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHORT = [name for name, recipe in RECIPES.items() if recipe.code is not None]
+MX: Any = {f"{role}_granularity": "mx" for role in ROLES}
+OWN = (
+    Recipe("any scale", E4M3, E5M2, E4M3, power_of_two_scale=False, w_granularity="row"),
+    Recipe("squares", E5M2, E4M3, E4M3, x_granularity="block128x128", g_granularity="row"),
+    Recipe("mxfp6", E3M2, E2M3, E2M3, **MX, scale_mode="floor"),
+    Recipe("mixed mx", E4M3, E2M1, E5M2, **MX, scale_mode="even", stochastic_rounding=("g",)),
+    Recipe("ceil", E5M2, E4M3, E4M3, **MX, scale_mode="ceil"),
+)
+SHORT = [recipe for recipe in (*RECIPES.values(), *OWN) if recipe.code is not None]
 
 
 def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -68,9 +77,9 @@ def special(t: torch.Tensor, values: bool) -> torch.Tensor:
     return t
 
 
-@pytest.mark.parametrize("recipe", SHORT)
+@pytest.mark.parametrize("recipe", SHORT, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_same_bits(recipe: str, shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits(recipe: Recipe, shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lead, k, n = shape
     lead = lead if isinstance(lead, tuple) else (lead,)
     passes, runs = count(monkeypatch), 0
@@ -211,6 +220,21 @@ def test_fused_products(
         both(run)
         assert passes.count("linear_forward") == products
         assert passes.count("linear_backward") == (run is mlp)
+
+
+def test_an_error_of_a_hook_is_raised_once() -> None:
+    layer, packed = mixprec.nn.Linear(16, 8, recipe="fp8"), []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        packed.append(t)
+        raise RuntimeError("full")
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        pytest.raises(RuntimeError, match="full"),
+    ):
+        layer(torch.randn(2, 16, requires_grad=True))
+    assert len(packed) == 1
 
 
 class Count(TorchDispatchMode):
