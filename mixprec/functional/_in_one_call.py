@@ -70,8 +70,9 @@ def linear(
     its: Kernels,
     op_by_op: Callable[[Any, torch.Tensor], Tensors],
 ) -> torch.Tensor:
-    """x @ weight^T + bias, [..., N], of x [..., K] and weight [N, K], with `kernels`; CallFailed if it
-    cannot. op_by_op: the gradients in a backward pass that is to be seen, from the ctx of `_linear`.
+    """x @ weight^T + bias, [..., N], of x [..., K] and weight [N, K]; CallFailed if that fails.
+
+    op_by_op: the gradients, from the ctx of `_linear`, in a backward pass that is to be seen.
     """
     args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, op_by_op
     if not context.hooks:
