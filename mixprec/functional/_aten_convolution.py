@@ -49,7 +49,7 @@ def _in_fp32(t: torch.Tensor) -> bool:
 
 def _is_wrong(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
     """Whether oneDNN, as torch 2.13 has it, computes another output in bf16: of width 1, with a
-    kernel and steps wider than that. (Its gradients are right.)"""
+    kernel and steps wider than that."""
     if geometry.transposed or x.device.type != "cpu":
         return False
     stride, padding, dilation = (part[-1] for part in geometry[:3])
@@ -57,6 +57,20 @@ def _is_wrong(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool
         return False
     reach = dilation * (weight.shape[-1] - 1) + 1
     return (x.shape[-1] + 2 * padding - reach) // stride == 0
+
+
+def _reads_beyond(x: int, g: int, kernel: int, geometry: Geometry) -> bool:
+    """Whether oneDNN, as torch 2.13 has it, reads beyond its tensors for gradients in bf16: some of
+    a kernel's positions along the last dimension see padding alone. (Values are then arbitrary, or
+    the process crashes.) x, g: sizes of that dimension."""
+    if geometry.transposed:
+        x, g = g, x
+    stride, padding, dilation = (part[-1] for part in geometry[:3])
+    for first in range(-padding, dilation * kernel - padding, dilation):  # of each position
+        skipped = max(0, -(first // stride))  # steps that see the padding before x
+        if skipped >= g or first + skipped * stride >= x:
+            return True
+    return False
 
 
 class Geometry(NamedTuple):
@@ -261,7 +275,8 @@ def _gradients(
         return None, None
     x = ctx.x_layout.decode(x_saved) if need_w else ctx.x_layout.nothing(g)
     w = ctx.w_layout.decode(w_saved) if need_x else ctx.w_layout.nothing(g)
-    if _in_fp32(g):
+    x_size, g_size, kernel = (t.shape[-1] for t in (x, g, w))
+    if _in_fp32(g) or (g.is_cpu and _reads_beyond(x_size, g_size, kernel, ctx.geometry)):
         g, x, w = g.float(), x.float(), w.float()
     for kind, need in (("grad_input", need_x), ("grad_weight", need_w)):
         if need:

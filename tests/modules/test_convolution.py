@@ -232,6 +232,33 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
             assert_close(got[2], of_bias.float(), limit)
 
 
+PADDED: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((2, 5, 1), (17, 5, 3), {"padding": 1}),
+    ((2, 16, 3, 1), (3, 16, 1, 3), {"padding": (0, 2), "stride": 2}),
+    ((2, 7, 4, 4), (9, 7, 2, 4), {"padding": 3, "dilation": (1, 3), "stride": 3}),
+    ((3, 3, 1), (3, 17, 3), {"transposed": True, "padding": 1, "stride": 3}),
+)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_positions_of_a_kernel_that_see_padding_alone(recipe: str) -> None:
+    """Their gradients are 0. torch's in bf16 are arbitrary, or it crashes."""
+    for x_shape, w_shape, options in PADDED:
+        for layout in (torch.Tensor.contiguous, channels_last):
+            x, w, _ = operands_of(x_shape, w_shape, options)
+            x = leaf(layout(x.detach()))
+            y = convolution(x, w, recipe=recipe, **options)
+            g = normal(tuple(y.shape), torch.float32, seed=3)
+            exact = torchs(x, w, **options)
+            for _ in range(4):  # what was freed before
+                torch.full((1000,), torch.nan)
+            pairs = zip(gradients(y, (x, w), g), gradients(exact, (x, w), g), strict=True)
+            for got, want in pairs:
+                assert sqnr(want, got) > (40 if recipe == "bf16" else 20)
+            assert (want == 0).any()
+            assert (got[want == 0] == 0).all()
+
+
 # --- layers ----------------------------------------------------------------------------------
 
 torch.manual_seed(0)  # where weights cancel, a gradient of x is small, and its SQNR too
