@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,11 @@ class Ranks:
         self._plan: _Plan | None = None
 
     def is_local(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
+        """Whether no other rank takes part: no process_group, no DTensor on two or more ranks.
+        RuntimeError for params of FSDP1 without a process_group."""
         if self.process_group is not None:
             return False
+        _refuse_fsdp1(params)
         return not any_sharded(params) or not _meshes(params)
 
     @torch.no_grad()
@@ -217,37 +220,79 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     )
 
 
-@torch.no_grad()
-def equal_masters(params: Sequence[torch.Tensor]) -> None:
-    """Give the 16-bit params of a DistributedDataParallel the masters of its first rank.
-
-    It has made the params of its ranks equal, but not what they were rounded from. params: those of
-    an optimizer, of which one at least must be in it. Call it at the first step, which all ranks
-    take together.
-    """
+def _world_size() -> int:
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _refuse_fsdp1(params: Sequence[torch.Tensor]) -> None:
+    """RuntimeError for the parts that FullyShardedDataParallel leaves on a rank, which are plain
+    tensors: whose they are is not known."""
+    is_loaded = "torch.distributed.fsdp" in sys.modules and _world_size() > 1
+    if is_loaded and any(vars(p).get("_fsdp_flattened", False) for p in params):
+        raise RuntimeError(
+            "step: params must be whole, or DTensors, got those of FullyShardedDataParallel, of "
+            "which each rank has a part: pass process_group=, the group that they are sharded "
+            "over, to mixprec's optimizer and GradScaler, or use "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
+@torch.no_grad()
+def first_step(
+    optimizer: torch.optim.Optimizer, ranks: Ranks, params: Sequence[torch.Tensor]
+) -> None:
+    """What wrappers of torch that know the params mean for a step, which all ranks take together:
+
+    DistributedDataParallel makes the params of its ranks equal, but not what 16-bit ones were
+    rounded from: they get the masters of the first rank. It does not average `main_grad`:
+    RuntimeError for params that have one. ZeroRedundancyOptimizer gives each rank an optimizer of
+    some of the params: its group is that of `ranks`.
+
+    params: those of the optimizer.
+    """
+    if _world_size() == 1:
         return
+    if ranks.process_group is None:
+        _refuse_fsdp1(params)
     from torch.nn.parallel import DistributedDataParallel
 
-    _masters.attach()
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    zero = getattr(module, "ZeroRedundancyOptimizer", None)
     mine = set(map(id, params))
-    # A module does not know what wraps it: of all objects, those of this class.
-    kind = DistributedDataParallel
-    for wrapper in [x for x in gc.get_objects() if issubclass(type(x), kind)]:
-        named = wrapper.module.named_parameters()
-        inside = {name: p for name, p in named if name not in wrapper.parameters_to_ignore}
-        group = wrapper.process_group
-        if dist.get_world_size(group) == 1 or mine.isdisjoint(map(id, inside.values())):
-            continue
-        low = [p for p in inside.values() if p.dtype in LOW_PRECISION and not is_sharded(p)]
-        has = torch.tensor([_masters.has_values(p) for p in low], dtype=torch.int32)
-        counts = _all_reduce(has, group).tolist()
-        for p in (p for p, count in zip(low, counts, strict=True) if count):
-            values = _masters.values_of(p).contiguous()
-            dist.broadcast(values, dist.get_global_rank(group, 0), group)
-            _masters.set_values(p, values)
+    # Neither module nor optimizer knows what wraps it: of all objects, those of these classes.
+    for wrapper in gc.get_objects():
+        kind = type(wrapper)
+        if issubclass(kind, DistributedDataParallel):
+            _same_masters(wrapper, mine)
+        elif zero is not None and issubclass(kind, zero) and wrapper.optim is optimizer:
+            ranks.process_group = ranks.process_group or wrapper.process_group
+
+
+def _same_masters(wrapper: DistributedDataParallel, mine: set[int]) -> None:
+    """Of its params, if any is in `mine`, which holds ids."""
+    import torch.distributed as dist
+
+    named, group = wrapper.module.named_parameters(), wrapper.process_group
+    inside = [p for name, p in named if name not in wrapper.parameters_to_ignore]
+    if dist.get_world_size(group) == 1 or mine.isdisjoint(map(id, inside)):
+        return
+    mains = [vars(p).get("main_grad") for p in inside]
+    if any(main is not None and not is_copy(main) for main in mains):
+        raise RuntimeError(
+            "step: params of a DistributedDataParallel must have no main_grad, which it does not "
+            "average over its ranks: use mixprec.distributed.reduce_gradients_in_fp32, which sums "
+            "in FP32 too, or name them in its parameters to ignore and average main_grad yourself"
+        )
+    _masters.attach()
+    low = [p for p in inside if p.dtype in LOW_PRECISION and not is_sharded(p)]
+    has = torch.tensor([_masters.has_values(p) for p in low], dtype=torch.int32)
+    counts = _all_reduce(has, group).tolist()
+    for p in (p for p, count in zip(low, counts, strict=True) if count):
+        values = _masters.values_of(p).contiguous()
+        dist.broadcast(values, dist.get_global_rank(group, 0), group)
+        _masters.set_values(p, values)
 
 
 def _drop_copy(param: torch.Tensor) -> None:

@@ -199,6 +199,7 @@ class GradScaler(torch.amp.GradScaler):
             return step_prepared(self, optimizer, inner, *args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError("GradScaler.step: a closure cannot be used with loss scaling")
+        self._start_without_loss(optimizer)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -297,7 +298,16 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(unwrap("GradScaler.unscale_", optimizer) if self._enabled else optimizer)
+        if self._enabled:
+            optimizer = unwrap("GradScaler.unscale_", optimizer)
+            self._start_without_loss(optimizer)
+        super().unscale_(optimizer)
+
+    def _start_without_loss(self, optimizer: torch.optim.Optimizer) -> None:
+        """On a rank whose stage of a pipeline has no loss to scale."""
+        params = params_of(optimizer) if self._scale is None else []
+        if params and self._reader.ranks.process_group is not None:
+            self._lazy_init_scale_growth_tracker(params[0].device)
 
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
     @_disable_dynamo

@@ -103,6 +103,8 @@ class GradReader:
     ) -> dict[torch.device, torch.Tensor]:
         """Run `ops.unscale_` or `check_` on the gradients of `optimizer`. Returns one flag for all
         devices and ranks, {} if there are no gradients."""
+        everyone = params_of(optimizer)
+        is_local = self.ranks.is_local(everyone)
         per_device = gradients(optimizer, allow_fp16=allow_fp16)
         counts = getattr(optimizer, "grad_counts", None)
         if not isinstance(counts, GradCounts):
@@ -115,8 +117,6 @@ class GradReader:
                 flags.append(found_inf.to(device, copy=True))
                 table = counts.table(device, params, [g.numel() for g in grads])
                 op(grads, inv_scale.to(device, non_blocking=True), flags[-1], table)
-        everyone = params_of(optimizer)
-        is_local = self.ranks.is_local(everyone)
         if not flags and is_local:
             return {}
         found_inf = any_flag(flags, home) if flags else found_inf

@@ -13,8 +13,8 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import ParamsT
 
 from .. import _masters
-from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
-from ..distributed import Ranks, equal_masters
+from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, is_sharded, local
+from ..distributed import Ranks, first_step
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
 from ..ops.scale import inv_scale_op
@@ -262,9 +262,9 @@ class Optimizer(SavedOptimizer):
             )
         ]
         if self._looks_for_ddp > 0 and (not self._has_stepped or self._batches.all_written):
+            first_step(self, self.ranks, params)
             self._has_stepped, self._batches.all_written = True, False
             self._looks_for_ddp -= 1
-            equal_masters(params)
         plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
         is_local = plain or self.ranks.is_local(params)
         self._sums, self._last_skip = {}, None
@@ -313,9 +313,15 @@ class Optimizer(SavedOptimizer):
         return loss
 
     def _warn_of_both(self, batches: list[Batch]) -> None:
-        """Once, where a gradient in `grad` is not used because there is a main_grad."""
+        """Once, where a gradient in `grad` is not used because there is a main_grad. RuntimeError
+        for a DTensor, to whose main_grad no layer adds."""
         params = [p for batch in batches for p in batch.params if p.grad is not None]
         both = [p for p in params if not (gradient_of(p) is p.grad or is_copy(gradient_of(p)))]
+        if any(map(is_sharded, both)):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: sharded params must have no main_grad, to which "
+                "their layers do not add: their gradients are in grad"
+            )
         if both:
             self._warned_of_both = True
             warnings.warn(

@@ -58,7 +58,8 @@ class Batches:
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.met_low_precision = self.met_main_grad = False
-        # Other code has written all params of a group since the last step, as DDP does.
+        # Other code has written all params of a group since the last step, as DDP does, or has
+        # begun to give them gradients of its own.
         self.all_written = False
 
     def of_group(
@@ -75,6 +76,7 @@ class Batches:
         """
         grads: list[Any] = [p.grad for p in params]
         if "main_grad" in set().union(*map(vars, params)):
+            self.all_written |= not self.met_main_grad
             self.met_main_grad = True
             grads = [gradient_of(p) for p in params]
         if type(None) in set(map(type, grads)):

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import _masters
 from .._local_gradients import LOW_PRECISION, is_sharded, local
@@ -22,7 +23,7 @@ from ..ops._reference.rounding import lower_half, upper_half
 _REMAINDERS = {"remainder16": torch.int16, "remainder8": torch.int8}
 _MAX_STEP = 2**24  # step is counted in fp32
 CODES = torch.uint8
-_SCALE = "_scale"
+_SCALE, _CODES = "_scale", "_codes"
 _MIN_NUMEL = 4096  # smaller params keep FP32 moments: 0.1 % of a model's state, but often its norms
 
 
@@ -133,7 +134,9 @@ class Policy:
         Moments must have the optimizer's dtype, or one that converts to it exactly; in 8 bits they
         may have any, and are rounded to nearest. Anything else raises ValueError.
         """
-        saved = {name: value for name, value in saved.items() if value is not None}
+        saved = {
+            name.removesuffix(_CODES): value for name, value in saved.items() if value is not None
+        }
         if not saved:
             return {}
         scales = {name + _SCALE: name for name in moments}
@@ -239,9 +242,12 @@ def widened(
 
 
 def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
-    """A state to save: the codes of a DTensor as BF16, since other ranks would cut other blocks."""
-    sharded = any(is_sharded(state[name]) for name in moments if name + _SCALE in state)
-    return widened(state, moments, torch.bfloat16) if sharded else state
+    """A state to save: codes as BF16 where there are other ranks, which may cut other blocks;
+    elsewhere under `<moment>_codes`, so that they are never taken for values."""
+    coded = [name for name in moments if name + _SCALE in state]
+    if dist.is_available() and dist.is_initialized():
+        return widened(state, moments, torch.bfloat16) if coded else state
+    return {name + _CODES if name in coded else name: value for name, value in state.items()}
 
 
 def _restored_moment(

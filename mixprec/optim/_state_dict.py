@@ -83,9 +83,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of all params and the settings of all groups, as torch.optim has them.
 
-        Moments in 8 bits are uint8 codes with their scales. Those of a DTensor are bf16, which
-        holds their values exactly: another number of ranks, whose blocks end elsewhere, can load
-        them and rounds them once more.
+        Moments in 8 bits are uint8 codes, `<moment>_codes`, with their scales. Where
+        torch.distributed is initialized they are bf16, which holds their values exactly: another
+        number of ranks, whose blocks end elsewhere, can load them and rounds them once more.
         """
         return self._converted(portable)
 
