@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._compile import _disable_dynamo
 
+from ._local_gradients import local
 from ._steps import after_steps, before_steps
 from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE, is_group, is_module
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
@@ -53,7 +54,7 @@ def _fresh(recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _amaxes(layer: torch.nn.Module) -> list[torch.Tensor]:
-    return [layer.amax, layer.grad_amax]  # type: ignore[list-item]
+    return [local(layer.amax), local(layer.grad_amax)]  # type: ignore[arg-type]
 
 
 def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
@@ -86,7 +87,7 @@ def after_step(*_: object) -> None:
     if not _automatic or torch.compiler.is_compiling():
         return
     # No FakeTensors: a model that was only traced has no values, and would take the others with it.
-    layers = [m for m in _layers if has_state(m) and type(m.amax) is torch.Tensor]
+    layers = [m for m in _layers if has_state(m) and type(_amaxes(m)[0]) is torch.Tensor]
     try:
         _update(layers)
     except (TypeError, ValueError):  # a leftover of another model must not end this one's training
@@ -140,8 +141,8 @@ def _update(layers: Iterable[torch.nn.Module]) -> None:
         alike.setdefault((layer.recipe, layer.amax.device), []).append(layer)  # type: ignore[arg-type]
     for (recipe, _), group in alike.items():
         update_delayed_scales_(
-            [history for layer in group for history in layer.amax_history.unbind()],  # type: ignore[operator]
-            [scale for layer in group for scale in layer.scale.unbind()],  # type: ignore[operator]
+            [history for layer in group for history in local(layer.amax_history).unbind()],  # type: ignore[arg-type]
+            [scale for layer in group for scale in local(layer.scale).unbind()],  # type: ignore[arg-type]
             [amax for layer in group for amax in _amaxes(layer)],
             [getattr(recipe, role).max for role in DELAYED_ROLES] * len(group),
             margin=recipe.margin,

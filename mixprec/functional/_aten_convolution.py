@@ -215,7 +215,7 @@ class Convolution(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad_enabled: bool,
     ) -> torch.Tensor:
-        main_grad, delayed, quantized_weight, name, _ = product
+        main_grad, delayed, quantized_weight, name, *_ = product
         ctx.recipe, ctx.layer, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
         x_layout, ctx.x_layout = Layout.both(x, "x", recipe)

@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
         its: Kernels,
         op_by_op: Callable[[Any, torch.Tensor], Tensors],
     ) -> torch.Tensor:
-        _, delayed, qw, _, _ = product
+        _, delayed, qw, *_ = product
         need_x, need_w = ctx.needs_input_grad[:2]
         use_x_t, use_w_t = need_w and grad_enabled, need_x and grad_enabled
         qx, keep, scale, amax = None, None, None, None

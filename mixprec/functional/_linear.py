@@ -10,7 +10,7 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
-from . import _in_one_call, _products, operands
+from . import _in_one_call, _products, _tensor_parallel, operands
 from ._arguments import check_outliers, check_output, check_state, main_grad_of
 from ._derivatives import (
     Tensors,
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.like_w = x.shape, x.dtype, WeightLike.of(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # What is not saved with save_for_backward is modified in place.
-        _, delayed, quantized_weight, name, outliers = product
+        _, delayed, quantized_weight, name, outliers, over = product
         rest_x, rest_w, high_x, high_w = x, weight, None, None
         if outliers is not None:
             (rest_x, high_x), (rest_w, high_w) = (_products.split(t, outliers) for t in (x, weight))
@@ -83,10 +83,21 @@ class _Linear(torch.autograd.Function):
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = operands.cast_input(
-            rest_x, recipe, delayed, use_t=need_w and grad_enabled, grad_enabled=grad_enabled
+            rest_x,
+            recipe,
+            delayed,
+            use_t=need_w and grad_enabled,
+            grad_enabled=grad_enabled,
+            groups=over.x if over else (),
         )
         qw = quantized_weight or operands.cast(
-            rest_w, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
+            rest_w,
+            "w",
+            recipe,
+            delayed,
+            use_t=need_x and grad_enabled,
+            record=grad_enabled,
+            groups=over.w if over else (),
         )
         saved_x = qx.for_backward if need_w else NOTHING
         saved_w = qw.for_backward if need_x else NOTHING
@@ -121,7 +132,9 @@ def gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Ten
     main_grad, delayed = ctx.products[0].main_grad, ctx.products[0].delayed
     grad_x = grad_w = None
     if need_x or need_w:
-        qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w)
+        over = ctx.products[0].over
+        groups = over.g if over else ()
+        qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w, groups=groups)
     if need_x:
         grad_x = gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)
     if need_w:
@@ -162,11 +175,20 @@ def run_linear(
     clip = recipe.clip_activations and clips(recipe, out_dtype)
     dtype, grad_enabled = torch.float32 if clip else out_dtype, torch.is_grad_enabled()
     args, y = (x, weight, bias, product, recipe, dtype, grad_enabled), None
-    if (its := _in_one_call.kernels(x, weight, bias, recipe, dtype)) is not None:
+    may = product.over is None or not recipe.is_scaled
+    if may and (its := _in_one_call.kernels(x, weight, bias, recipe, dtype)) is not None:
         try:
             y = _in_one_call.linear(*args, its, gradients)
         except _in_one_call.CallFailed:
             y = None  # what is wrong is said below
+    if y is None and _tensor_parallel.is_sharded(weight):
+        return _tensor_parallel.linear(
+            x,
+            weight,
+            bias,
+            product,
+            lambda x, w, bias, its: run_linear(x, w, bias, its, recipe, out_dtype, clipped),
+        )
     if y is None:
         y = apply("linear", _Linear, *args, simulation.current())
     return saturate(y, clipped) if clip else y

@@ -102,14 +102,24 @@ def put(
         main_grad.index_add_(1, indices, columns)
 
 
+class Over(NamedTuple):
+    """Over which dimensions of a mesh each operand is sharded: (mesh, dimension)."""
+
+    x: list[Any]
+    w: list[Any]
+    g: list[Any]
+
+
 class Product(NamedTuple):
-    """A linear layer, beside its weight and bias: see the arguments of `linear`."""
+    """A linear layer, beside its weight and bias: see the arguments of `linear`. over: of the parts
+    of a tensor-parallel layer."""
 
     main_grad: torch.Tensor | None = None
     delayed: Delayed | None = None
     quantized_weight: Operand | None = None
     name: str = ""
     outliers: torch.Tensor | None = None
+    over: Over | None = None
 
 
 class WeightLike(NamedTuple):

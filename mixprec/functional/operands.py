@@ -19,6 +19,7 @@ from ..ops._dispatch.scaled_mm import reads_swizzled
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE, hadamard
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
+from ..ops.scale import amax_op, new_scales
 from ..recipes import BLOCKS, DELAYED_ROLES, Recipe
 
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
@@ -103,18 +104,20 @@ def cast(
     *,
     use_t: bool,
     record: bool = True,
+    groups: Sequence[Any] = (),
 ) -> Operand:
     """Cast x [..., C] with the recipe's settings for `role`: "x", "w" or "g".
 
-    use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax.
+    use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax;
+    groups: process groups whose ranks have the other parts of x, for a scale of it all.
     """
     if x.dim() == 1:
         x = x.unsqueeze(0)
     first, second = recipe.casts(role)
     if not use_t or second == first:
-        return _cast(x, role, first, delayed, use_t, record)
-    plain = _cast(x, role, first, delayed, False, record)
-    return Operand(plain.matrix, _cast(x, role, second, delayed, True, record).matrix_t)
+        return _cast(x, role, first, delayed, use_t, record, groups)
+    plain = _cast(x, role, first, delayed, False, record, groups)
+    return Operand(plain.matrix, _cast(x, role, second, delayed, True, record, groups).matrix_t)
 
 
 def _cast(
@@ -124,6 +127,7 @@ def _cast(
     delayed: Delayed | None,
     use_t: bool,
     record: bool,
+    groups: Sequence[Any],
 ) -> Operand:
     """x [..., C] with a recipe that is the same for both products that read it."""
     fmt = getattr(recipe, role)
@@ -132,7 +136,21 @@ def _cast(
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t)
+    if groups and how.cast.granularity == "tensor" and how.cast.scale is None:
+        scale = _scale_of_all(x, how.cast, groups)
+        how = how._replace(cast=how.cast._replace(scale=scale))
     return how.operand(quantize_op(x, *how.cast), delayed if record and recipe.is_delayed else None)
+
+
+def _scale_of_all(x: torch.Tensor, how: Cast, groups: Sequence[Any]) -> torch.Tensor:
+    """fp32 []: that of x and of the parts that the other ranks have."""
+    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+    largest = amax_op(x)
+    largest = torch.where(largest.isnan(), torch.inf, largest)  # MAX would lose it
+    for group in groups:
+        largest = wait_tensor(all_reduce(largest, "max", group))
+    return new_scales(largest, how.dtype, how.power_of_two_scale)[0]
 
 
 class OperandCast(NamedTuple):
@@ -269,12 +287,20 @@ def share_casts() -> Iterator[None]:
 
 
 def cast_input(
-    x: torch.Tensor, recipe: Recipe, delayed: Delayed | None, *, use_t: bool, grad_enabled: bool
+    x: torch.Tensor,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    *,
+    use_t: bool,
+    grad_enabled: bool,
+    groups: Sequence[Any] = (),
 ) -> Operand:
     """`operands.cast` of a layer's input, or the operand that another layer has made of it.
 
     grad_enabled: the caller's grad mode (an autograd.Function runs without).
     """
+    if groups:
+        return cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled, groups=groups)
     operand, keep = shared_cast(x, recipe, delayed, use_t, grad_enabled)
     if operand is None:
         operand = cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled)

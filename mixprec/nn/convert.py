@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 
 from .. import _said, scaling
-from .._local_gradients import is_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
 from ..recipes import Recipe
@@ -200,11 +200,12 @@ def _convert(
         for fqn, layer_recipe in chosen.items()
         if not kinds.takes_outliers(layers[fqn])
     }
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for fqn in chosen:
-        if any(map(is_sharded, layers[fqn].parameters())) and not isinstance(layers[fqn], Layer):
+        if isinstance(layers[fqn], fsdp) and not isinstance(layers[fqn], Layer):
             raise ValueError(
-                f"convert: the parameters of {fqn or 'the model'} are sharded: convert before "
-                "fully_shard or parallelize_module, which keep hold of the layers that they saw"
+                f"convert: {fqn or 'the model'} must not be wrapped by fully_shard yet, whose "
+                "class it would lose: convert before"
             )
         if isinstance(layers[fqn], Layer):
             if "forward" in vars(layers[fqn]):

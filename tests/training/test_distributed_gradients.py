@@ -256,10 +256,10 @@ def test_a_process_group_of_ranks_with_different_params() -> None:
     on_ranks(2, check_stages)
 
 
-def test_convert_comes_before_sharding(one_rank: None) -> None:
+def test_a_layer_is_converted_before_it_is_sharded(one_rank: None) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)))
-    fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
-    message = r"^convert: the parameters of 1\.1 are sharded: convert b"
+    fully_shard(model[1][1], mesh=init_device_mesh("cpu", (1,)))
+    message = r"^convert: 1\.1 must not be wrapped by fully_shard yet"
     with pytest.raises(ValueError, match=message):
         mixprec.convert(model, "bf16")
     assert type(model[0][1]) is nn.Linear, "nothing is changed"

@@ -1,0 +1,90 @@
+"""A linear layer whose weight is a DTensor: its products on the parts of this rank.
+
+Of each dimension of the weight's mesh, weight [N, K] is
+    Shard(0): x is replicated, y sharded in its last dimension (ColwiseParallel);
+    Shard(1): x is sharded in its last dimension, y a partial sum (RowwiseParallel);
+    Replicate: x and y are sharded alike, in a batch or sequence dimension, or not at all.
+Scales that the recipe has for a whole tensor are those of the parts of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._local_gradients import PLAIN, local
+from ._products import Over, Product
+from .operands import Delayed
+
+_PACKAGE: Any = torch.distributed
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Product], torch.Tensor]
+
+
+class _OnFirst(torch.autograd.Function):
+    """A bias that is added once to what is summed over ranks, of which each has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, is_first: bool) -> torch.Tensor:
+        return bias.clone() if is_first else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return g, None
+
+
+def is_sharded(weight: torch.Tensor) -> bool:
+    """Whether it is a DTensor. (While it is traced, the type of each parameter is Parameter.)"""
+    if type(weight) in PLAIN and not torch.compiler.is_compiling():
+        return False
+    module = getattr(_PACKAGE, "tensor", None)
+    return module is not None and isinstance(weight, module.DTensor)
+
+
+def linear(x: Any, weight: Any, bias: Any, product: Product, run: Run) -> torch.Tensor:
+    """run(x, weight, bias, product) of the local parts, as a DTensor. TypeError for a plain x,
+    whose place in the whole is not known."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh, last = weight.device_mesh, x.dim() - 1
+    if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        got = f"on {x.device_mesh}" if isinstance(x, DTensor) else "a plain tensor"
+        raise TypeError(
+            f"linear{f' ({product.name})' if product.name else ''}: x must be a DTensor on the "
+            f"mesh of weight, {mesh}, as parallelize_module brings it, got {got}"
+        )
+    places: list[tuple[Any, ...]] = []  # of x, y, and the gradients of x, weight and bias
+    over, is_first = Over([], [], []), True
+    for dim, (of_w, of_x) in enumerate(zip(weight.placements, x.placements, strict=True)):
+        if of_w.is_shard(0):
+            places.append((Replicate(), Shard(last), Partial(), of_w, Shard(0)))
+            over.w.append((mesh, dim))
+            over.g.append((mesh, dim))
+        elif of_w.is_shard(1):
+            places.append((Shard(last), Partial(), Shard(last), of_w, Replicate()))
+            over.x.append((mesh, dim))
+            over.w.append((mesh, dim))
+            is_first = is_first and mesh.get_local_rank(dim) == 0
+        elif of_x.is_shard() and not of_x.is_shard(last):
+            places.append((of_x, of_x, of_x, Partial(), Partial()))
+            over.x.append((mesh, dim))
+            over.g.append((mesh, dim))
+        else:
+            places.append((Replicate(),) * 5)
+    x_at, y_at, grad_x_at, grad_w_at, grad_bias_at = zip(*places, strict=True)
+    shape = *x.shape[:-1], weight.shape[0]
+    x = x.redistribute(mesh, x_at).to_local(grad_placements=grad_x_at)
+    if bias is not None:
+        bias_at = [Replicate() if place.is_partial() else place for place in grad_bias_at]
+        bias = bias.redistribute(mesh, bias_at).to_local(grad_placements=grad_bias_at)
+        if any(place.is_partial() for place in y_at):
+            bias = _OnFirst.apply(bias, is_first)
+    weight = weight.to_local(grad_placements=grad_w_at)
+    delayed = product.delayed  # of buffers that parallelize_module has replicated
+    delayed = None if delayed is None else Delayed(*map(local, delayed))
+    y = run(x, weight, bias, product._replace(main_grad=None, delayed=delayed, over=over))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        y, mesh, y_at, run_check=False, shape=torch.Size(shape), stride=strides
+    )

@@ -1,0 +1,160 @@
+"""Converted layers under parallelize_module: the training of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_models import whole
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import mixprec
+
+WIDTH, LENGTH, STEPS = 32, 6, 3
+RECIPES = "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH))
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.mlp(h) * self.gate(h)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def parallel(model: nn.Sequential, mesh: DeviceMesh, sequence: bool) -> None:
+    """sequence: x is sharded along it between the blocks' products."""
+    at = Shard(1) if sequence else Replicate()
+    for block in model:
+        plan: dict[str, Any] = {
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(output_layouts=at),
+            "gate": RowwiseParallel(input_layouts=Replicate(), output_layouts=at),
+        }
+        if sequence:
+            plan["norm"] = SequenceParallel()
+            inside = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+            plan["mlp"] = PrepareModuleInput(**inside)
+            plan["gate"] = RowwiseParallel(input_layouts=Shard(1), output_layouts=at)
+        parallelize_module(block, mesh, plan)
+
+
+def data(step: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + index)
+    return torch.randn(2, LENGTH, WIDTH, generator=generator) * 4**index
+
+
+def trained(model: nn.Module, parts: list[int], sequence: bool, bad: bool) -> list[torch.Tensor]:
+    """The weights, and the norm of each step; the second has an Inf in one weight's gradient."""
+    optimizer, norms = mixprec.optim.AdamW(model.parameters(), 1e-2, max_grad_norm=0.5), []
+    group = dist.group.WORLD if dist.is_initialized() else None
+    for step in range(STEPS):
+        for part in parts:
+            x = data(step, part)
+            if sequence:
+                rank = dist.get_rank() % 2
+                x = x.chunk(2, 1)[rank]
+            y = model(x)
+            # Of a part of the sequence: backward sums over the ranks, as the mean of all does.
+            loss = y.float().square().sum() / (2 * LENGTH * WIDTH * len(parts))
+            loss.backward()
+        if bad and step == 1:
+            grad = model[0].mlp[0].weight.grad
+            getattr(grad, "to_local", lambda grad=grad: grad)()[0, 0] = torch.inf
+        mixprec.update_scales(model, process_group=group)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    return [*whole(model.parameters()), torch.stack(norms)]
+
+
+def check(recipe: str, sequence: bool, first: str, fuse: bool, shards: bool, alone: Any) -> None:
+    model, world = make_model(), dist.get_world_size()
+    names = ("shard", "parallel") if shards else ("parallel",)
+    mesh = init_device_mesh("cpu", (world // 2, 2)[-len(names) :], mesh_dim_names=names)
+    if first == "convert":
+        mixprec.convert(model, recipe, fuse=fuse)
+    parallel(model, mesh["parallel"], sequence)
+    if first != "convert":
+        mixprec.convert(model, recipe, fuse=fuse)
+    if shards:
+        for block in model:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+    mine = mesh["shard"].get_local_rank() if shards else 0
+    *weights, norms = trained(model, [mine], sequence, bad=not shards)
+    *theirs, their_norms = alone
+    for weight, want in zip(weights, theirs, strict=True):
+        # Sums of products over ranks are in another order, in bf16 of rounded numbers.
+        limit = 2e-3 if recipe == "bf16" else 2e-5
+        error = (weight - want).abs().max().item()
+        assert error <= limit, (error, recipe, sequence, first, fuse, shards)
+    torch.testing.assert_close(norms, their_norms, rtol=2e-2, atol=0, equal_nan=True)
+
+
+def alone(recipe: str, parts: list[int], bad: bool) -> list[torch.Tensor]:
+    model = mixprec.convert(make_model(), recipe)
+    return trained(model, parts, sequence=False, bad=bad)
+
+
+def on_two(results: dict[str, list[torch.Tensor]]) -> None:
+    for recipe, want in results.items():
+        for sequence in (False, True):
+            check(recipe, sequence, "convert", False, False, want)
+    for recipe, fuse in (("fp8", True), ("fp8-delayed", False)):  # layers of DTensors are not fused
+        check(recipe, True, "parallelize", fuse, False, results[recipe])
+
+
+def test_tensor_and_sequence_parallel() -> None:
+    on_ranks(2, on_two, results={recipe: alone(recipe, [0], bad=True) for recipe in RECIPES})
+
+
+def on_four(results: dict[str, list[torch.Tensor]]) -> None:
+    for recipe, want in results.items():
+        check(recipe, False, "convert", False, True, want)
+
+
+def test_with_sharded_parameters_on_a_mesh_of_two_dimensions() -> None:
+    results = {recipe: alone(recipe, [0, 1], bad=False) for recipe in ("fp8", "mxfp8")}
+    on_ranks(4, on_four, results=results)
+
+
+def plain_and_compiled() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = mixprec.convert(make_model(), "fp8")
+    parallel(model, mesh, False)
+    y = model(data(0, 0))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(data(0, 0))
+    torch.testing.assert_close(compiled, y, rtol=0, atol=0)
+    model = mixprec.convert(make_model(), "fp8")
+    parallelize_module(model, mesh, {"0.gate": ColwiseParallel()})
+    weight, layer = model[0].gate.weight, mixprec.nn.Linear(WIDTH, WIDTH, bias=False, name="gate")
+    layer.weight = weight
+    with pytest.raises(TypeError, match=r"^linear \(gate\): x must be a DTensor on the mesh of"):
+        layer(data(0, 0))
+
+
+def test_compiled_and_with_a_plain_x() -> None:
+    on_ranks(2, plain_and_compiled)
