@@ -1,7 +1,8 @@
-"""A small GPT over bytes, in plain PyTorch: nothing in this file knows about mixed precision.
+"""A small GPT over bytes, in PyTorch: nothing in this file chooses a precision.
 
 What 16-bit training asks of it is FP32 where range or many small summands matter: the norms'
-weights and statistics, softmax, and the loss.
+weights and statistics, the rotation of queries and keys, softmax, and the loss. The rotation is
+mixprec's, which computes in FP32 and reads and writes the dtype of its input.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import mixprec.functional
 
 BYTES = 256
 
@@ -39,16 +42,22 @@ class Norm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: x [B, heads, T, d], cos and sin [T, d / 2]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention: torch's, or in 16 bits on a CPU, where that is slow, mixprec's.
+
+    8 x 3 x 128 x 64, forward and backward: torch's 8.9 ms in FP32, 19 in bf16, 87 in fp16;
+    mixprec's 2.2 and 7.6.
+    """
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        return mixprec.functional.attention(q, k, v, causal=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
     """Causal self-attention of norm(x), rotary positions. Source: RoFormer (Su et al., 2021)."""
 
-    rotate = staticmethod(rotate)  # or another function of (x, cos, sin)
+    rotate = staticmethod(mixprec.functional.rotary_qkv)  # or another function like it
+    attend = staticmethod(attend)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,17 +73,9 @@ class Attention(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(x).float().view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-        cos, sin = self.cos[:time], self.sin[:time]
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        # On a CPU the attention core stays FP32: torch's own fp16 attention takes 6 times as long
-        # there (forward + backward of 8 x 3 x 128 x 64: 38 ms, against 6 with the casts; bf16 10).
-        core = torch.float32 if x.device.type == "cpu" else x.dtype
-        q, k, v = q.to(core), k.to(core), v.to(core)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, time, width).to(x.dtype))
+        time = x.shape[1]
+        q, k, v = self.rotate(self.qkv(x), self.cos[:time], self.sin[:time], heads=self.heads)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import mixprec
 
@@ -25,6 +26,33 @@ Make = Callable[[], Model]
 def layer_norm(m: Any) -> mixprec.nn.NormSpec:
     """Of a user's own class with the attributes of torch's."""
     return mixprec.nn.NormSpec(m.normalized_shape[0], m.eps, m.weight, m.bias, subtract_mean=True)
+
+
+def rotate(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int
+) -> tuple[torch.Tensor, ...]:
+    """mixprec.functional.rotary_qkv in torch; q, k and v are FP32 on a CPU, where torch's attention
+    in 16 bits is slower."""
+    q, k, v = (x.transpose(1, 2) for x in qkv.float().unflatten(2, (3, heads, -1)).unbind(2))
+    core = torch.float32 if qkv.device.type == "cpu" else qkv.dtype
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(core)
+
+    return turned(q), turned(k), v.to(core)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def in_torch(model: torch.nn.Module) -> torch.nn.Module:
+    """The examples' GPT with functions of torch alone."""
+    for module in model.modules():
+        if hasattr(module, "rotate"):
+            module.rotate, module.attend = rotate, attend
+    return model
 
 
 def gpt(size: str) -> Model:
@@ -63,6 +91,7 @@ def torchs(make: Make, *, autocast: bool = False, compile: Any = None) -> Step:
     """compile: torch.compile with its settings, or None."""
     torch.manual_seed(0)
     model, loss = make()
+    in_torch(model)
     run = model if compile is None else compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return _step(_forward(loss, run, autocast), model, optimizer)
@@ -89,9 +118,6 @@ def ours(
     torch.manual_seed(0)
     model, loss = make()
     mixprec.convert(mixprec.cast_parameters(model, params), recipe, fuse=fuse, saved=saved)
-    for module in model.modules() if fuse else ():
-        if hasattr(module, "rotate"):  # of the examples' GPT
-            module.rotate = mixprec.functional.rotary
     run = torch.compile(model) if compiled else model
     scaler = mixprec.GradScaler("cpu") if recipe == "fp16" else None
     optimizer = mixprec.optim.AdamW(model.parameters(), max_grad_norm=1.0)

@@ -10,7 +10,7 @@ from ._grouped_linear import grouped_linear
 from ._linear import linear, matmul
 from ._linear_cross_entropy import linear_cross_entropy
 from ._newton_schulz import orthogonalize
-from ._one_pass import rotary
+from ._one_pass import rotary, rotary_qkv
 
 __all__ = [
     "IntOrPair",
@@ -27,5 +27,6 @@ __all__ = [
     "norm_linear",
     "orthogonalize",
     "rotary",
+    "rotary_qkv",
     "twice_differentiable",
 ]

@@ -10,7 +10,7 @@ from .._context import context
 from ..ops._dispatch import checks
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
-from ..ops.attention import rotary as rotated
+from ..ops.attention import rotary_op as rotated
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
@@ -77,28 +77,60 @@ class Activation(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+        ctx: Any,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool,
+        inverse: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.backend = interleaved, context.backend
-        return rotated(x, cos, sin, interleaved)
+        ctx.interleaved, ctx.inverse, ctx.backend = interleaved, inverse, context.backend
+        return rotated(x, None, None, cos, sin, interleaved, inverse)
 
     @staticmethod
     @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        # By the function where it is to be differentiated again.
-        turn = _Rotary.apply if torch.is_grad_enabled() else rotated
-        return turn(g, cos, -sin, ctx.interleaved), None, None, None
+        tables = *ctx.saved_tensors, ctx.interleaved, not ctx.inverse
+        if torch.is_grad_enabled():  # it is to be differentiated again
+            return _Rotary.apply(g, *tables), *[None] * 4
+        return rotated(g, None, None, *tables), *[None] * 4
 
 
-def _of_pairs(name: str, x: torch.Tensor, d: int, interleaved: bool) -> torch.Tensor:
-    """One factor for each pair, [T, D/2] fp32, from [T, D/2] or [T, D]."""
-    checks.is_tensor("rotary", name, x)
-    checks.needs_no_grad("rotary", f"detach {name}", x)
-    if x.dim() == 2 and x.shape[1] == d:
-        x = x[:, ::2] if interleaved else x[:, : d // 2]
-    return x.float()
+class _RotaryQKV(torch.autograd.Function):
+    """q, k and v of x [B, H, T, D], in one pass each way: their gradients become one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.backend = interleaved, context.backend
+        qk, v = x[:, :-kv_heads], x[:, -kv_heads:]
+        turned = rotated(qk, None, None, cos, sin, interleaved, False)
+        return turned[:, :heads], turned[:, heads:], v
+
+    @staticmethod
+    @on_backend_of_forward
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tables = *ctx.saved_tensors, ctx.interleaved, True
+        if torch.is_grad_enabled():
+            q, k = (_Rotary.apply(g, *tables) for g in grads[:2])
+            return torch.cat((q, k, grads[2]), 1), *[None] * 5
+        return rotated(*grads, *tables), *[None] * 5
+
+
+def _tables(*factors: torch.Tensor) -> list[torch.Tensor]:
+    for name, x in zip(("cos", "sin"), factors, strict=True):
+        checks.is_tensor("rotary", name, x)
+        checks.needs_no_grad("rotary", f"detach {name}", x)
+    return [x.float() for x in factors]
 
 
 def rotary(
@@ -110,17 +142,50 @@ def rotary(
         y2 = x2 * cos + x1 * sin
 
     x: [B, H, T, D], fp32, bf16 or fp16, any strides, D even. The pairs are the features i and
-    i + D/2, with interleaved 2i and 2i + 1. cos, sin: [T, D/2]; or [T, D] with each number twice,
-    at both features of its pair. They are read as FP32 and get no gradient. The result has the
-    dtype of x and lies in memory as [B, T, H, D].
+    i + D/2, with interleaved 2i and 2i + 1. cos, sin: [T, D/2]; or [T, D], with factors for each
+    feature: those of y1 and of y2. With angles for each sample [B, T, D/2] or [B, T, D], where B
+    may be 1. They are read as FP32 and get no gradient. The result has the dtype of x and lies in
+    memory as [B, T, H, D].
 
     The formula is FP32, every operation rounded, then one rounding to the dtype; all backends give
-    the same bits. The gradient is the rotation by the opposite angle. A GPU runs the formula in
-    torch. TypeError or ValueError names an invalid argument.
+    the same bits. The gradient is the transposed map: the rotation by the opposite angle. TypeError
+    or ValueError names an invalid argument.
 
     Source: RoFormer (Su et al., 2021).
     """
     checks.is_tensor("rotary", "x", x)
-    d = x.shape[-1] if x.dim() else 0
-    factors = (_of_pairs(n, f, d, interleaved) for n, f in (("cos", cos), ("sin", sin)))
-    return apply("rotary", _Rotary, x, *factors, bool(interleaved))
+    return apply("rotary", _Rotary, x, *_tables(cos, sin), bool(interleaved), False)
+
+
+def rotary_qkv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q and k, both rotated as by `rotary`, and v, of what one linear layer computes.
+
+    qkv: [B, T, (heads + 2 * kv_heads) * D], the heads of q first, then those of k and of v;
+    kv_heads: None, as many as heads. cos, sin: as for `rotary`. q: [B, heads, T, D]; k, v:
+    [B, kv_heads, T, D]. q and k share memory, and v is a view of qkv: nothing may write to them.
+    A forward pass reads and writes q and k once, and a backward pass the gradients of the three:
+    it writes that of qkv, which needs no copy. TypeError or ValueError names an invalid argument.
+    """
+    checks.is_tensor("rotary_qkv", "qkv", qkv)
+    kv_heads = heads if kv_heads is None else kv_heads
+    count = heads + 2 * kv_heads
+    if min(heads, kv_heads) < 1 or qkv.dim() != 3 or qkv.shape[2] % (2 * count) != 0:
+        raise ValueError(
+            f"rotary_qkv: qkv must be [B, T, (heads + 2 * kv_heads) * D], D even, for {heads} and "
+            f"{kv_heads} heads, got shape {tuple(qkv.shape)}"
+        )
+    x, tables = qkv.unflatten(2, (count, -1)).transpose(1, 2), _tables(cos, sin)
+    if torch._C._are_functorch_transforms_active():
+        q, k, v = x.split((heads, kv_heads, kv_heads), 1)
+        turned = (rotary(t, *tables, interleaved=interleaved) for t in (q, k))
+        return *turned, v
+    result: Any = apply("rotary", _RotaryQKV, x, *tables, heads, kv_heads, bool(interleaved))
+    return result

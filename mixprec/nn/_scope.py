@@ -218,27 +218,28 @@ def _in_one_pass(function: FunctionType) -> Callable[..., Any]:
             q, k, cos, sin = args
             with without_modes():
                 # To the dtype that x * cos has.
-                return tuple(rotary(x.to(cos.dtype), cos[0], sin[0]) for x in (q, k))
+                return tuple(rotary(x.to(cos.dtype), cos, sin) for x in (q, k))
         return function(*args, **kwargs)
 
     return rotate
 
 
 def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Whether `rotary` computes the same: one table, with each number twice, for all of a batch."""
-    if not (may_run_as_one(q, k, cos, sin) and q.is_cpu and k.is_cpu and cos.is_cpu and sin.is_cpu):
+    """Whether `rotary` computes the same."""
+    if not may_run_as_one(q, k, cos, sin):
         return False
-    t, d = q.shape[-2:] if q.dim() == k.dim() == 4 else (0, 1)
+    b, _, t, d = q.shape if q.dim() == k.dim() == 4 else (0, 0, 0, 1)
     return (
         d % 2 == 0
-        and k.shape[-2:] == (t, d)
-        and cos.shape == sin.shape == (1, t, d)
+        and (k.shape[0], *k.shape[2:]) == (b, t, d)
+        and cos.shape == sin.shape
+        and cos.shape in ((1, t, d), (b, t, d))
         and q.dtype in checks.FLOATS
         and q.dtype == k.dtype
         and cos.dtype == sin.dtype
         and cos.dtype in (q.dtype, torch.float32)
+        and q.device == k.device == cos.device == sin.device
         and not (cos.requires_grad or sin.requires_grad)
-        and all(torch.equal(x[..., : d // 2], x[..., d // 2 :]) for x in (cos, sin))
         and current_region() is None
         and not is_for_onnx()
     )

@@ -1,4 +1,5 @@
-"""attention and its gradients: softmax(q k^T * scale) v, without a matrix of T x S in memory."""
+"""attention and its gradients: softmax(q k^T * scale) v, without a matrix of T x S in memory; and
+rotary positions of q and k."""
 
 from __future__ import annotations
 
@@ -178,41 +179,87 @@ def attention_backward(
     return attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
 
 
-def rotary_reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    d = x.shape[3]
-    pairs = (d // 2, 2) if interleaved else (2, d // 2)
-    first, second = x.float().unflatten(-1, pairs).unbind(-1 if interleaved else -2)
-    rotated = first * cos - second * sin, second * cos + first * sin
-    return _rows_first(torch.stack(rotated, -1 if interleaved else -2).flatten(-2), x.dtype)
+def rotary_reference(args: Any) -> torch.Tensor:
+    first, k, v, cos, sin, interleaved, inverse = args
+    half = first.shape[3] // 2
+
+    def of_pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second features of the pairs."""
+        return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+
+    def factors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.unsqueeze(-3)  # the heads
+        return of_pairs(x) if x.shape[-1] == first.shape[3] else (x, x)
+
+    (cos1, cos2), (sin1, sin2) = factors(cos), factors(sin)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        x1, x2 = of_pairs(x.float())
+        if inverse:
+            turned = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
+        else:
+            turned = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+        return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(first.dtype)
+
+    parts = [rotated(x) for x in (first, k) if x is not None] + [x for x in (v,) if x is not None]
+    return _rows_first(torch.cat(parts, 1), first.dtype)
 
 
-def _check_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    op = "rotary"
-    checks.has_dtype(op, "x", x, checks.FLOATS)
-    if x.dim() != 4 or x.shape[3] % 2 != 0:
-        raise ValueError(f"{op}: x must be [B, H, T, D], D even, got shape {tuple(x.shape)}")
-    for name, factor in (("cos", cos), ("sin", sin)):
-        shape = x.shape[2], x.shape[3] // 2
-        checks.matches(op, name, factor, (torch.float32,), x, shape, "[T, D/2]")
+def _check_rotary(args: Any) -> None:
+    op, first, cos = "rotary", args.x, args.cos
+    for name, x in (("x", first), ("k", args.k), ("v", args.v)):
+        checks.matches(op, name, x, checks.FLOATS if x is first else (first.dtype,), first)
+        if x is None:
+            continue
+        if x.dim() != 4 or x.shape[3] % 2 != 0:
+            shape = tuple(x.shape)
+            raise ValueError(f"{op}: {name} must be [B, H, T, D], D even, got shape {shape}")
+        b, _, t, d = first.shape
+        checks.has_shape(op, name, x, (b, x.shape[1], t, d), "[B, H, T, D]")
+    checks.is_tensor(op, "cos", cos)
+    n = d if cos.shape[-1:] == (d,) else d // 2
+    samples = (b if cos.shape[0] == b else 1,) if cos.dim() == 3 else ()
+    meaning, fp32 = "[T, D/2] or [T, D], or such for each of B", (torch.float32,)
+    checks.matches(op, "cos", cos, fp32, first, (*samples, t, n), meaning)
+    checks.matches(op, "sin", args.sin, fp32, first, cos.shape, "that of cos")
+
+
+def _fake_rotary(x: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+    heads = sum(t.shape[1] for t in (x, k, v) if t is not None)
+    return x.new_empty((x.shape[0], x.shape[2], heads, x.shape[3])).transpose(1, 2)
 
 
 rotary_op = Op(
     "rotary",
-    "(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    "(Tensor x, Tensor? k, Tensor? v, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> "
+    "Tensor",
     reference=rotary_reference,
-    fake=lambda x: _empty_rows_first(x, x.dtype),
+    fake=_fake_rotary,
     check=_check_rotary,
+    triton="rotary",
 )
 
 
 def rotary(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    inverse: bool = False,
 ) -> torch.Tensor:
-    """Return the pairs of features of x [B, H, T, D] rotated; cos, sin: fp32 [T, D/2].
+    """Return the pairs of features of x and k rotated, and v, one behind the other: [B, H, T, D].
 
-    mixprec.functional.rotary says more, and has a derivative.
+        y1 = x1 * cos1 - x2 * sin1        inverse (the transpose): y1 = x1 * cos1 + x2 * sin2
+        y2 = x2 * cos2 + x1 * sin2                                 y2 = x2 * cos2 - x1 * sin1
+
+    x, k, v: [B, H_x, T, D], [B, H_k, T, D] and [B, H_v, T, D] of one dtype, fp32, bf16 or fp16, any
+    strides. cos, sin: fp32 [T, D], [1, T, D] or [B, T, D], a factor for each feature; or of D/2,
+    one for both features of a pair. H is H_x + H_k + H_v; the result lies in memory as
+    [B, T, H, D]. mixprec.functional.rotary says more, and has a derivative. TypeError or ValueError
+    names an invalid argument.
     """
-    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, cos, sin)
-    return rotary_op(x, cos, sin, interleaved)
+    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, k, v, cos, sin)
+    return rotary_op(x, k, v, cos, sin, interleaved, inverse)

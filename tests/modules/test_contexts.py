@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.functional import attention, conv2d, linear, norm_linear, operands, rotary
+from mixprec.functional import attention, conv2d, linear, norm_linear, operands, rotary, rotary_qkv
 from mixprec.functional._derivatives import apply
 from mixprec.functional._one_pass import RowNorm
 from mixprec.memory.compress_saved import recorded
@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[], torch.Tensor]] = {
     "norm_linear": lambda: norm_linear(leaf(4, 32), leaf(16, 32))[0],
     "attention": lambda: attention(leaf(1, 2, 3, 8), leaf(1, 2, 3, 8), leaf(1, 2, 3, 8)),
     "rotary": lambda: rotary(leaf(1, 2, 3, 8), torch.ones(3, 4), torch.ones(3, 4)),
+    "rotary_qkv": lambda: rotary_qkv(leaf(1, 3, 24), *torch.ones(2, 3, 4), heads=1)[0],
     "norm": lambda: apply("norm", RowNorm, leaf(4, 32), leaf(32), None, 1e-6, False, torch.float32),
     "compress_saved": compressed,
     "twice_differentiable": twice,

@@ -65,7 +65,8 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         more = (q.clone(), q, k, v, *results) if op != "attention" else (q, k, v)
         return *more, True, 0.25
     if op == "rotary":
-        return tensor((2, 3, 5, 8), dtype, arrangement), one.expand(5, 4), one.expand(5, 4), False
+        q, k, v = (tensor((2, n, 5, 8), dtype, arrangement) for n in (3, 2, 1))
+        return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False
     if op in ("gemm_grouped", "gemm_grouped_accumulate_"):
         first = min(1, len(x))
         offs = torch.tensor([first, first, len(x)], dtype=torch.int32)

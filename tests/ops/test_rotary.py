@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import LAYOUTS, WIDE, Layout, for_each, normal, pairwise, random_bits
 
-from mixprec.functional import rotary
+from mixprec.functional import rotary, rotary_qkv
 from mixprec.ops.attention import rotary_op, rotary_reference
 from mixprec.testing import assert_close
 
@@ -33,14 +33,25 @@ def exact(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return (result if interleaved else result.mT).flatten(-2)
 
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+def agrees(x: torch.Tensor, tables: Tables, interleaved: bool, *kv: torch.Tensor) -> torch.Tensor:
+    """The rotation of x, in both directions that of the reference."""
+    for inverse in (True, False):
+        args = rotary_op.Args(x, *(kv or (None, None)), *tables, interleaved, inverse)
+        y = rotary_op(*args)
+        ind.assert_same_bits(y, rotary_reference(args))
+        assert y.transpose(1, 2).is_contiguous()
+    return y
+
+
 @for_each("layout, shape, dtype, interleaved", pairwise(LAYOUTS, SHAPES, WIDE, (False, True)))
 def test_values(
     poisoned: None, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool
 ) -> None:
     x, (cos, sin) = layout(normal(shape, dtype)), factors(shape)
-    y = rotary_op(x, cos, sin, interleaved)
-    ind.assert_same_bits(y, rotary_reference(x, cos, sin, interleaved))
-    assert y.transpose(1, 2).is_contiguous()
+    y = agrees(x, (cos, sin), interleaved)
     unit = torch.finfo(dtype).eps + 2.0**-22
     assert_close(y, exact(x, interleaved), unit * (1 + x.double().abs().amax(-1, keepdim=True)))
 
@@ -50,8 +61,58 @@ def test_every_kind_of_number(two_threads: None, dtype: torch.dtype, interleaved
     x = random_bits(2 * 3 * 700 * 16, dtype).view(2, 3, 700, 16)
     wide = torch.stack([*factors((1, 1, 700, 32))], 0).repeat(1, 1, 2)  # rows of views
     for cos, sin in (factors(x.shape), wide[:, :, 3:11].unbind(0), wide[:, :, ::4].unbind(0)):
-        want = rotary_reference(x, cos, sin, interleaved)
-        ind.assert_same_bits(rotary_op(x, cos, sin, interleaved), want)
+        agrees(x, (cos, sin), interleaved)
+
+
+@for_each("dtype, interleaved, samples", pairwise(WIDE, (False, True), ((), (1,), (2,))))
+def test_parts_of_a_packed_tensor_and_tables(
+    dtype: torch.dtype, interleaved: bool, samples: tuple[int, ...]
+) -> None:
+    """Heads of three tensors, two of them rotated; factors for each feature, and each sample."""
+    x, k, v = normal((2, 5, 7, 24), dtype).transpose(1, 2).split((4, 2, 1), 1)
+    for n in (12, 24):
+        cos, sin = (normal((*samples, 5, n), torch.float32, seed=seed) for seed in (1, 2))
+        together = agrees(x, (cos, sin), interleaved, k, v)
+        parts = [agrees(part, (cos, sin), interleaved) for part in (x, k)]
+        ind.assert_same_bits(together, torch.cat([*parts, v], 1))
+
+
+def test_of_each_feature_and_sample() -> None:
+    """Against the formula that transformers writes, x * cos + cat(-x2, x1) * sin, with FP64."""
+    x = normal((2, 3, 5, 8), torch.float32)
+    cos, sin = (normal((2, 5, 8), torch.float32, seed=seed) for seed in (1, 2))
+    wide = x.double().requires_grad_()
+    turned = torch.cat((-wide[..., 4:], wide[..., :4]), -1)
+    want = wide * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    assert_close(rotary(x, cos, sin), want.detach(), 1e-5)
+    g = normal((2, 3, 5, 8), torch.float32, seed=3)
+    (dx,) = torch.autograd.grad(rotary(x.requires_grad_(), cos, sin), x, g)
+    assert_close(dx, torch.autograd.grad(want, wide, g.double())[0], 1e-5)
+
+
+@for_each("dtype, interleaved", pairwise(WIDE, (False, True)))
+def test_q_k_v_of_one_tensor(dtype: torch.dtype, interleaved: bool) -> None:
+    """As q and k rotated one by one, twice differentiated, in torch.func and compiled."""
+    packed, (cos, sin) = normal((2, 5, 8 * 8), dtype).requires_grad_(), factors((1, 1, 5, 8))
+    settings = {"heads": 4, "kv_heads": 2, "interleaved": interleaved}
+    heads = packed.unflatten(2, (8, 8)).transpose(1, 2)
+    q, k, v = heads.split((4, 2, 2), 1)
+    want = [rotary(x, cos, sin, interleaved=interleaved) for x in (q, k)] + [v]
+    g = [normal(x.shape, dtype, seed=1).requires_grad_() for x in want]
+    (wanted,) = torch.autograd.grad(want, packed, g)
+    for run in (rotary_qkv, torch.compile(rotary_qkv, backend="aot_eager", fullgraph=True)):
+        got = run(packed, cos, sin, **settings)
+        (dx,) = torch.autograd.grad(got, packed, g)
+        for ours, theirs in zip([*got, dx], [*want, wanted], strict=True):
+            ind.assert_same_bits(ours.detach(), theirs.detach())
+    (dx,) = torch.autograd.grad(rotary_qkv(packed, cos, sin, **settings), packed, g, None, True)
+    again = torch.autograd.grad(dx, g, packed.detach())  # the rotation itself
+    batch = torch.func.vmap(lambda x: rotary_qkv(x[None], cos, sin, **settings))(packed.detach())
+    for ours, other, theirs in zip(again, batch, want, strict=True):
+        ind.assert_same_bits(ours, theirs.detach())
+        ind.assert_same_bits(other[:, 0], theirs.detach())
+    with pytest.raises(RuntimeError, match="is a view"):
+        rotary_qkv(packed, cos, sin, **settings)[0].mul_(2)
 
 
 @for_each("interleaved", [False, True])
@@ -97,3 +158,6 @@ def test_errors_of_the_function() -> None:
             rotary(*bad)
     with pytest.raises(RuntimeError, match="detach sin"):
         rotary(x, cos, sin.requires_grad_())
+    for heads in (0, 4):
+        with pytest.raises(ValueError, match=rf"^rotary_qkv: qkv must .* for {heads} and 1 heads"):
+            rotary_qkv(torch.ones(2, 5, 30), cos, sin.detach(), heads=heads, kv_heads=1)

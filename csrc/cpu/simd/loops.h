@@ -208,6 +208,13 @@ struct AttentionKernel {
                      int64_t d, void* out, int64_t stride, Bf16* remainder);
 };
 
+// Of one position and each pair of features, `step` apart; sign: of both sines.
+struct RotaryFactors {
+  const float *cos1, *cos2, *sin1, *sin2;
+  int64_t step;
+  float sign;
+};
+
 struct Loops {
   const char* isa;
   // max |x| as fp32 bits without the sign: NaN > Inf > finite.
@@ -279,9 +286,8 @@ struct Loops {
   GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; gemm_f32 if not supported
   AttentionKernel attention_f32;   // operands decoded to fp32
   AttentionKernel attention_bf16;  // bf16 operands; attention_f32 if not supported
-  // y <- the row x of d features rotated by the angles of its position, d / 2 of them
-  void (*rotary)(Dtype, bool interleaved, const void* x, const float* cos, const float* sin,
-                 void* y, int64_t d);
+  // y <- the row x of d features rotated by the angles of its position
+  void (*rotary)(Dtype, bool interleaved, const void* x, const RotaryFactors&, void* y, int64_t d);
   // Of n logits of a row: its statistics with those before (see mixprec/ops/cross_entropy.py), and
   // the gradients; target: the column of its target, if that is in [0, n).
   void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);

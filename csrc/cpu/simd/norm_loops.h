@@ -137,24 +137,25 @@ void norm_backward_row(const NormGrads& a, const void* g, const void* x, const v
   if (a.dtype == Dtype::f16) narrow(out, static_cast<Fp16*>(dx), n);
 }
 
-// The pairs are (i, i + pairs) or, interleaved, (2i, 2i + 1).
-template <bool interleaved, class T>
-void rotary_row(const T* __restrict x, const float* __restrict cos, const float* __restrict sin,
-                T* __restrict y, int64_t pairs) {
-  constexpr int step = interleaved ? 2 : 1;
+// The pairs are (i, i + pairs) or, interleaved, (2i, 2i + 1); `step`: between their factors.
+template <bool interleaved, int step, class T>
+void rotary_row(const T* __restrict x, const RotaryFactors& f, T* __restrict y, int64_t pairs) {
+  constexpr int next = interleaved ? 2 : 1;
   const int64_t other = interleaved ? 1 : pairs;
   for (int64_t i = 0; i < pairs; ++i) {
-    float x1 = decode(x[i * step]), x2 = decode(x[i * step + other]);
-    y[i * step] = Convert<T>::encode(rotary_first(x1, x2, cos[i], sin[i]));
-    y[i * step + other] = Convert<T>::encode(rotary_second(x1, x2, cos[i], sin[i]));
+    float x1 = decode(x[i * next]), x2 = decode(x[i * next + other]);
+    float sin1 = f.sign * f.sin1[i * step], sin2 = f.sign * f.sin2[i * step];
+    y[i * next] = Convert<T>::encode(rotary_first(x1, x2, f.cos1[i * step], sin1));
+    y[i * next + other] = Convert<T>::encode(rotary_second(x1, x2, f.cos2[i * step], sin2));
   }
 }
 
-void rotary(Dtype dtype, bool interleaved, const void* x, const float* cos, const float* sin,
-            void* y, int64_t d) {
+void rotary(Dtype dtype, bool interleaved, const void* x, const RotaryFactors& factors, void* y,
+            int64_t d) {
   with_float(dtype, [&]<class T>(Type<T>) {
-    const T* from = static_cast<const T*>(x);
-    auto* row = interleaved ? rotary_row<true, T> : rotary_row<false, T>;
-    row(from, cos, sin, static_cast<T*>(y), d / 2);
+    auto* row = !interleaved        ? rotary_row<false, 1, T>
+                : factors.step == 1 ? rotary_row<true, 1, T>
+                                    : rotary_row<true, 2, T>;
+    row(static_cast<const T*>(x), factors, static_cast<T*>(y), d / 2);
   });
 }

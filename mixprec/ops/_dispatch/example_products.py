@@ -134,13 +134,22 @@ def cross_entropy_backward(device: str) -> Iterator[Arguments]:
             yield [logits, target, logsumexp, weight, t * (i % 2), 3 * t, *settings, dtype]
 
 
+POSITIONS = ((2, 9, 6, 32), (2, 9, 6, 10))  # B, T, heads of q, k and v, D
+
+
 def rotary(device: str) -> Iterator[Arguments]:
-    for half in (16, 5):
-        cos, sin = (random(device, seed, (9, half)) for seed in (1, 2))
-        x = random(device, 3, (2, 3, 9, 2 * half))
+    for b, t, heads, d in POSITIONS:
+        packed = random(device, 1, (b, t, heads, d)).transpose(1, 2)
+        by_pair, by_feature = (
+            [random(device, seed, shape) for seed in (2, 3)] for shape in ((t, d // 2), (b, t, d))
+        )
         for dtype in FLOATS:
+            x, qkv = packed.to(dtype), packed.to(dtype).split(heads // 3, 1)
             for interleaved in (False, True):
-                yield [x.to(dtype), cos, sin, interleaved]
+                for tables in (by_pair, by_feature):
+                    yield [x, None, None, *tables, interleaved, False]
+                    yield [x, None, None, *tables, interleaved, True]
+                    yield [*qkv, *tables, interleaved, True]
 
 
 GROUPED_ROWS = ((48, 144, 32), (45, 143, 31))  # S, K, N

@@ -46,14 +46,15 @@ SIZES: dict[ModuleType, dict[str, Any]] = {
     example_products: {
         "SIZES": ((32, 96, 128), (13, 21, 35)),
         "CLASSES": ((16, 2080), (13, 2075)),
+        "POSITIONS": ((3, 17, 12, 64), (3, 7, 6, 26)),
     },
 }
 # In odd sizes a thread has 64 addresses of its own; 16 bytes of a thread.
-SPILL = {("quantize_tiles_kernel", 90), ("cross_entropy_kernel", 100)}
+SPILL = {("quantize_tiles_kernel", 90), ("cross_entropy_kernel", 100), ("rotary_kernel", 90)}
 SCALARS = ("inv_scale", "clip_coef", "update_scale_")  # their kernels take no sizes
 
 
-OF_FP32 = ("norm_rows", "norm_backward", "norm_bands")
+OF_FP32 = ("norm_rows", "norm_backward", "norm_bands", "rotary")
 WORDS = {"v4.b32", "v2.b64"}  # of 16 bytes
 # Whether all that a kernel loads and all that it stores are such words, but for some scalars.
 MOVING: dict[str, tuple[bool, bool, int]] = {
@@ -65,6 +66,7 @@ MOVING: dict[str, tuple[bool, bool, int]] = {
     **dict.fromkeys(("dequantize_mx", "unpack"), (False, True, 4)),
     "quantize_tiles": (True, True, 22),
     "step": (True, True, 28),
+    "rotary": (True, True, 0),
 }  # fmt: skip
 
 
