@@ -19,7 +19,7 @@ from mixprec.formats import BLOCK, FORMATS
 from . import device, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
-from .studies import accuracy, peak
+from .studies import accuracy, peak, step_counts
 from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -243,6 +243,11 @@ def format_tables(root: Path) -> str:
     return f'<script id="tables" type="application/json">{json.dumps(tables)}</script>'
 
 
+def counts(root: Path) -> str:
+    """Of a step on the fake device."""
+    return step_counts.block(results.read_json(root / results.RESULTS / "step_counts.json"))
+
+
 # Of the results of make bench on each processor; of a file of the block's own name, "peak gpt" of
 # peak-gpt.json; of others.
 OF_BENCH: dict[str, Block] = {
@@ -266,6 +271,7 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "gpu state": gpu_state,
     "memory": memory,
     "build": build,
+    "step counts": counts,
     "format tables": format_tables,
     "stats": stats,
 }

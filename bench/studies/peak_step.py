@@ -56,11 +56,13 @@ def prepare(way: str, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = mixprec.optim.AdamW(model.parameters())
     elif name.endswith(" AdamW8bit"):
         adamw, more = importlib.import_module(f"{name.split()[0]}.optim").AdamW8bit, {}
+        _in_torch(model)
         if "BF16 model" in options:
             # No masters: stochastic rounding keeps what updates below half a step of BF16 change.
             model, more = model.bfloat16(), {"bf16_stochastic_round": True}
         optimizer = adamw(model.parameters(), **more)
     elif name in ("FP32", "checkpointing", "torch.autocast"):
+        _in_torch(model)
         if name == "torch.autocast":
             model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -73,6 +75,13 @@ def prepare(way: str, model: nn.Module) -> torch.optim.Optimizer:
         for block in getattr(model, "blocks", ()):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return optimizer
+
+
+def _in_torch(model: nn.Module) -> None:
+    """With functions of torch alone where the examples' GPT has some of mixprec."""
+    from mixprec.bench.cases.gpt import in_torch
+
+    in_torch(model)
 
 
 def gpt(config: dict[str, int]) -> tuple[nn.Module, Loss]:

@@ -112,9 +112,10 @@ class _RotaryQKV(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.backend = interleaved, context.backend
-        qk, v = x[:, :-kv_heads], x[:, -kv_heads:]
-        turned = rotated(qk, None, None, cos, sin, interleaved, False)
-        return turned[:, :heads], turned[:, heads:], v
+        sizes = (heads, kv_heads, kv_heads)
+        turned = rotated(*x.split(sizes, 1), cos, sin, interleaved, False).split(sizes, 1)
+        # Not views: they are what the function computes, and may be written to.
+        return tuple(torch.ops.aten._unsafe_view.default(t, t.shape) for t in turned)
 
     @staticmethod
     @on_backend_of_forward
@@ -170,9 +171,8 @@ def rotary_qkv(
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], the heads of q first, then those of k and of v;
     kv_heads: None, as many as heads. cos, sin: as for `rotary`. q: [B, heads, T, D]; k, v:
-    [B, kv_heads, T, D]. q and k share memory, and v is a view of qkv: nothing may write to them.
-    A forward pass reads and writes q and k once, and a backward pass the gradients of the three:
-    it writes that of qkv, which needs no copy. TypeError or ValueError names an invalid argument.
+    [B, kv_heads, T, D]; they lie in one tensor [B, T, H, D]. Each pass is one op: backward
+    writes the gradient of qkv itself. TypeError or ValueError names an invalid argument.
     """
     checks.is_tensor("rotary_qkv", "qkv", qkv)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -26,6 +26,8 @@ CHOOSING = ("aten::convolution", "aten::convolution_backward")
 LIBRARIES: list[torch.library.Library] = []
 RUNTIME = ctypes.CDLL("libcuda.so.1")
 RUNTIME.gpu_on_cpu_captures.argtypes = (ctypes.c_void_p,)
+RUNTIME.gpu_on_cpu_launches.restype = ctypes.c_long
+RUNTIME.gpu_on_cpu_set_launches.argtypes = (ctypes.c_long,)
 
 
 def _seen_by_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -182,8 +184,26 @@ def _addmm_out(
     return out.copy_((c.double() * beta + alpha * (a.double() @ b.double())).to(out_dtype))
 
 
+def _as_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Counted as one launch, whatever ops it runs."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        count = RUNTIME.gpu_on_cpu_launches() + 1
+        result = function(*args, **options)
+        RUNTIME.gpu_on_cpu_set_launches(count)
+        return result
+
+    return run
+
+
 # Where the CPU's op cannot take the place of the GPU's.
-OURS = {"copy_": _copy_, "_scaled_mm": _scaled_mm, "mm.dtype": _mm, "addmm.dtype_out": _addmm_out}
+OURS = {
+    "copy_": _copy_,
+    "_scaled_mm": _as_one(_scaled_mm),
+    "mm.dtype": _as_one(_mm),
+    "addmm.dtype_out": _as_one(_addmm_out),
+}
 
 
 def install() -> None:

@@ -39,6 +39,8 @@ cudaError_t result(cudaError_t error) {
 
 using Time = std::chrono::steady_clock::time_point;  // of an event, which is reached at once
 
+std::atomic<long> launches;  // of kernels, and ops of torch, each of which counts as one
+
 // What a capture records, and what a graph's launch runs.
 using Work = std::vector<std::function<void()>>;
 std::unique_ptr<Work> captured;  // while there is a capture, on this stream
@@ -283,7 +285,13 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 
 // For what computes on this device: whether `stream` is being captured, and then the work to do at
 // each launch of the graph. `drop` frees `what` when the last graph that holds it is gone.
-int gpu_on_cpu_captures(cudaStream_t stream) { return captures(stream); }
+// Asked before each of them: so their number is counted here.
+int gpu_on_cpu_captures(cudaStream_t stream) {
+  launches++;
+  return captures(stream);
+}
+long gpu_on_cpu_launches() { return launches; }
+void gpu_on_cpu_set_launches(long count) { launches = count; }
 void gpu_on_cpu_record(void (*run)(void*), void (*drop)(void*), void* what) {
   std::shared_ptr<void> held(what, drop);
   captured->push_back([run, held] { run(held.get()); });

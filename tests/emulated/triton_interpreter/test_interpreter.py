@@ -12,7 +12,17 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import FP8, contiguous, from_bits, name, small_integers, transposed
+from cases import (
+    FP8,
+    WIDE,
+    contiguous,
+    from_bits,
+    name,
+    normal,
+    random_bits,
+    small_integers,
+    transposed,
+)
 from emulated.agreement import OPS, TRITON, Agreement, launcher
 from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, triton
 from emulated.values.test_fused import BF16
@@ -138,6 +148,27 @@ def test_sizes_just_below_2_to_the_31() -> None:
     back = ops.unpack(codes, ranges, 4, (127,))
     assert (back - x[:127]).abs().max() < 1.01 * ranges[0, 1].float()
     assert back.unique().numel() > 8
+
+
+ROTARY = ((2, 3, 19, 8), (1, 1, 3, 2), (2, 1, 4, 70))  # B, T, heads, D
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(poisoned: None, dtype: torch.dtype, interleaved: bool) -> None:
+    """Any bits; parts of a packed tensor, and others; factors of samples and of features."""
+    run, want = launcher("rotary"), OPS["rotary"].handle("reference")
+    for i, (b, t, heads, d) in enumerate(ROTARY):
+        x = random_bits(b * t * heads * d, dtype, seed=i).view(b, t, heads, d).transpose(1, 2)
+        parts = x.split((heads - 2, 1, 1), 1)
+        tables = ((t, d // 2), (t, d), (1, t, d // 2), (b, t, d))
+        for j, (shape, inverse) in enumerate(itertools.product(tables, (False, True))):
+            cos, sin = (normal(shape, torch.float32, seed=seed) for seed in (1, 2))
+            operands = parts if (i + j // 2) % 2 else (transposed(x), None, None)
+            args = (*operands, cos, sin, interleaved, inverse)
+            got = run(*args)
+            ind.assert_same_bits(got, want(*args))
+            assert got.transpose(1, 2).is_contiguous()
 
 
 REFERENCES = {
