@@ -1,7 +1,8 @@
-"""What a training step of examples' GPT asks of a GPU: launches, and bytes outside of products.
+r"""What a training step of examples' GPT asks of a GPU: launches, and bytes outside of products.
 
-    make cuda  # which makes the fake CUDA device that this runs on
-    python tests/emulated/device/run.py -m mixprec.bench.studies.step_counts --out FILE
+    make cuda  # which makes what the fake CUDA device needs; then in build/run, for example
+    PYTHONPATH=$PWD/../cuda/site:$PWD/../../examples ../cuda/venv/bin/python \
+      ../../tests/emulated/device/run.py -m mixprec.bench.studies.step_counts --out FILE
 
 Small models of one and of two blocks train on it. Launches: its runtime is asked before each
 kernel of mixprec; an op of torch that is no view counts as one, of which some launch more, and so
@@ -44,7 +45,7 @@ from ..environment import environment
 
 BLOCKS, WIDTH, HEAD, CONTEXT, BATCH = 12, 1024, 64, 1024, 16
 # Of the small model, each for one of the full size: a dimension says which it is.
-SMALL = {"width": 128, "context": 48, "batch": 3}
+SMALL = {"width": 128, "context": 48, "batch": 5}
 _TOKENS, _HEADS = SMALL["context"] * SMALL["batch"], SMALL["width"] // HEAD
 FULL = {
     SMALL["batch"]: BATCH,
@@ -61,6 +62,7 @@ WAYS = {  # recipe, fuse, rotary positions and attention of torch
     "bf16": ("bf16", False, False),
     "bf16, fuse": ("bf16", True, False),
     "fp8, rotary in torch": ("fp8", False, True),
+    "fp8, fuse, rotary in torch": ("fp8", True, True),
     "fp8": ("fp8", False, False),
     "fp8, fuse": ("fp8", True, False),
     "fp8-delayed": ("fp8-delayed", False, False),

@@ -66,7 +66,7 @@ def site(installed: Path) -> Path:
 
 def environment(installed: Path) -> dict[str, str]:
     """With which a Python sees the GPU and runs mixprec on it."""
-    found = [str(site(installed)), str(HERE)]
+    found = [str(site(installed)), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "LD_PRELOAD": str(runtime()),
         "PYTHONPATH": os.pathsep.join(found),
