@@ -53,7 +53,7 @@ FULL = {
     _TOKENS: BATCH * CONTEXT,
     **{n * SMALL["width"]: n * WIDTH for n in (1, 3, 4)},
     **{n * _HEADS: n * WIDTH // HEAD for n in (1, 3)},
-    **{n: n for n in (1, HEAD // 2, HEAD, 256)},  # 256: bytes
+    **{n: n for n in (1, 3, HEAD // 2, HEAD, 256)},  # 256: bytes
 }
 FEW = 1024  # bytes of a tensor that is a few numbers in either
 PARTS = ("forward", "backward", "step")
