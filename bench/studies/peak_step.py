@@ -79,9 +79,7 @@ def prepare(way: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def _in_torch(model: nn.Module) -> None:
     """With functions of torch alone where the examples' GPT has some of mixprec."""
-    from mixprec.bench.cases.gpt import in_torch
-
-    in_torch(model)
+    importlib.import_module("mixprec.bench.cases.gpt").in_torch(model)
 
 
 def gpt(config: dict[str, int]) -> tuple[nn.Module, Loss]:

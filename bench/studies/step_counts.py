@@ -274,7 +274,8 @@ def block(content: dict[str, Any]) -> str:
         cells = [*map(str, launches), str(sum(launches))]
         cells += [f"{gb:.2f} GB" for gb in (*both, sum(both))] + [f"{total:.1f} GB"]
         body.append((way, *cells))
-    header = ("", *PARTS, "launches", "a block, forward", "backward", "both", "bytes of a step")
+    header = ("", *(f"launches, {part}" for part in PARTS), "all")
+    header += ("bytes of a block, forward", "backward", "both", "bytes of a step")
     return (
         f"GPT of examples/, {n} blocks of width {settings['width']}, {settings['batch']} x "
         f"{settings['context']:,} tokens, parameters of 16 bits, AdamW with clipping, eager:\n\n"
