@@ -134,7 +134,7 @@ def cross_entropy_backward(device: str) -> Iterator[Arguments]:
             yield [logits, target, logsumexp, weight, t * (i % 2), 3 * t, *settings, dtype]
 
 
-POSITIONS = ((2, 9, 6, 32), (2, 9, 6, 10))  # B, T, heads of q, k and v, D
+POSITIONS = ((2, 3, 18, 32), (2, 3, 18, 10))  # B, T, heads of q, k and v, D
 
 
 def rotary(device: str) -> Iterator[Arguments]:
