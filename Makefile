@@ -13,11 +13,11 @@ FULL ?=
 TESTS ?=
 WORKERS ?= 2
 ARGS ?=
-# Where make gpu-test, gpu-bench and gpu-train write (default: bench/results/ and the GPU's name).
+# Where make gpu-first, gpu-test, gpu-bench and gpu-train write (default: bench/results/ and the GPU's name).
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels mutate test-all integrations-table versions docs notebooks wheel wheel-check clean
+.PHONY: help demo test lint bench cuda gpu-first gpu-test gpu-bench gpu-train test-slow test-kernels mutate test-all integrations-table versions docs notebooks wheel wheel-check clean
 .NOTPARALLEL:
 # How .venv, or the environment of PYTHON, gets what a command needs; and make cuda.
 include .ci/environment.mk .ci/cuda.mk
@@ -128,6 +128,19 @@ bench: needs-build $(READY)
 #:              for these), look at the machine code, load them, and run the tests of a GPU on a
 #:              fake one, on the CPU; needs nvcc 13 and no GPU; a CUDA build of torch comes into
 #:              build/cuda
+
+#: make gpu-first what a GPU can show in 12 minutes, most decisive first: tests of every kernel, where
+#:                the time of a training step goes, products and casts; with what make cuda has built
+#:                (PYTHON=python3: the interpreter), or building it (FAKE=1: a dry run without a GPU,
+#:                on the fake device of make cuda)
+PREBUILT := $(wildcard build/cuda/site)
+gpu-first: $(if $(FAKE)$(PREBUILT),,needs-gpu-test $(READY))
+	@$(if $(FAKE),$(FAKE_DEVICE),$(if $(PREBUILT),$(WITH_PREBUILT),$(RUN))) ../../tests/gpu/unattended.py \
+	  --first $(if $(OUT)$(FAKE),--out "$(abspath $(or $(OUT),build/gpu-first))") $(ARGS)
+# In build/run, as RUN; the commit is that of the build, where the copy has no history.
+IN_SITE = mkdir -p build/run && cd build/run && MIXPREC_COMMIT="$$(cat ../cuda/site/commit 2>/dev/null)" PYTHONPATH="$(CURDIR)/build/cuda/site"
+WITH_PREBUILT = $(IN_SITE) "$(or $(PYTHON),$(PYTHON3))"
+FAKE_DEVICE = $(IN_SITE) MIXPREC_BENCH_TINY=1 PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/device/run.py
 
 # With PYTHON=python3 nothing is installed or downloaded: torch, pytest and the rest are there.
 UNATTENDED = $(RUN) ../../tests/gpu/unattended.py $(if $(OUT),--out "$(abspath $(OUT))")

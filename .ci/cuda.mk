@@ -26,6 +26,8 @@ $(CUDA_CHECKED): build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 	DIST_EXTRA_CONFIG=build/cuda/build.cfg MIXPREC_BUILD=cuda MIXPREC_WERROR=1 PATH="$(CURDIR)/build/cuda/venv/bin:$(dir $(NVCC)):$$PATH" "$(CUDA_PY)" \
 	  -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	  --upgrade --target build/cuda/site .
+	@strip build/cuda/site/mixprec/*.so
+	@git rev-parse --short=12 HEAD >build/cuda/site/commit || true
 	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
 	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/build_check/check.py --objects ../cuda/base \
 	  --report ../cuda/report.json --summary ../cuda/summary.json

@@ -8,6 +8,8 @@ MIXPREC_BENCH_TINY=1: the same on torch's cuda device, where that is a fake one.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,12 +124,24 @@ def name() -> str | None:
 def properties() -> dict[str, Any]:
     """The GPU for the environment of a result file."""
     found: dict[str, Any] = {"dry_run": DRY_RUN, "gpu_name": name()}
-    if not DRY_RUN:
+    if name() is not None:
         of = torch.cuda.get_device_properties(DEVICE)
         found |= {
             "gpu_memory": of.total_memory,
             "gpu_processors": of.multi_processor_count,
             "gpu_l2": of.L2_cache_size,
             "cuda": torch.version.cuda,
+            "gpu_state": state(),
         }
     return found
+
+
+def state() -> dict[str, str]:
+    """Driver, clocks, power and temperature at this moment; nothing without nvidia-smi."""
+    names = ("driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    lines = said.splitlines() or [""]
+    return dict(zip(names, map(str.strip, lines[0].split(",")), strict=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from mixprec.formats import BLOCK, FORMATS
 from . import device, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
-from .studies import accuracy, peak, step_counts
+from .studies import accuracy, peak, predicted_step, step_counts
 from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -184,7 +185,8 @@ def gpu_results(root: Path) -> dict[str, list[dict[str, Any]]]:
 def gpu(root: Path) -> str:
     parts = []
     for name, contents in gpu_results(root).items():
-        rows = [row for content in contents for row in content["rows"]]
+        # A case of gpu-first may be measured again, for longer.
+        rows = list({row["name"]: row for content in contents for row in content["rows"]}.values())
         peak = device.peak(name)
         # A line per product would be hundreds: their families stand for them.
         body = [one for r in rows if not r.get("flops") for one in table.lines(r, peak)]
@@ -195,6 +197,33 @@ def gpu(root: Path) -> str:
         commit = f", commit {where['commit']}" if where["commit"] else ""
         parts.append(f"{table.summary(rows)}. torch {where['torch']}{commit}.")
     return "\n\n".join(parts) or NOTHING
+
+
+def steps(root: Path) -> str:
+    """The training steps that bench.studies.profile_step has measured, by GPU."""
+    parts = []
+    header = ("step", "time", "tokens/s", "MFU", "host, forward", "host, backward", "memory")
+    for path in sorted((root / results.RESULTS).glob("*/profile-*.json")):
+        content = results.read_json(path)
+        where, size = content["environment"], content["size"]
+        if where["dry_run"]:
+            raise results.ResultError(f"{path}: is a dry run without a GPU, and no result")
+        body = []
+        for row in content["rows"]:
+            if row["status"] != "ok":
+                body.append((row["way"], row["reason"], *[""] * 5))
+                continue
+            queued = row["host"]["seconds"]
+            times = [statistics.median(row["step"])]
+            times += [statistics.median(queued[p]) for p in ("forward", "backward") if p in queued]
+            step, *hosts = (quantity(1e3 * seconds, "ms") for seconds in times)
+            speed, memory = f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 1e9:.1f} GB"
+            mfu = f"{row['mfu']:.0%}" if row["mfu"] else ""
+            body.append((row["way"], step, speed, mfu, *(hosts or ("", "")), memory))
+        title = f"{where['gpu_name']}, {size['layers']} blocks of width {size['width']}, "
+        title += f"{size['batch']} x {size['context']} tokens, commit {where['commit']}"
+        parts.append(f"{title}:\n\n{table.markdown(header, body)}")
+    return "\n\n".join(parts) or "No step has been profiled on a GPU yet."
 
 
 def _span(low: float, high: float) -> str:
@@ -269,6 +298,8 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "demo": demo,
     "gpu": gpu,
     "gpu state": gpu_state,
+    "gpu steps": steps,
+    "gpu predicted": predicted_step.table_of,
     "memory": memory,
     "build": build,
     "step counts": counts,

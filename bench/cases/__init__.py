@@ -6,7 +6,6 @@ from . import (  # noqa: F401
     gemm,
     gpt,
     gpu_gemm,
-    gpu_layer,
     head,
     models,
     overhead,

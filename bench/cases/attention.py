@@ -1,4 +1,5 @@
-"""attention, forward and backward, against torch's scaled_dot_product_attention."""
+"""attention, forward and backward, against torch's scaled_dot_product_attention; and on the GPU
+rotary positions."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mixprec.functional import attention
+from mixprec.functional import attention, rotary_qkv
 
 from .. import device, verify
+from .gpt import rotate
 from .registry import DTYPES, Workload, both_passes, case, times_faster
 
 BATCH, HEADS, WIDTH = 4, 8, 64
@@ -80,3 +82,35 @@ for _name, _dtype in DTYPES.items():
             partial(_workload, _length, _dtype),
             quick=_length == LENGTHS[0],
         )
+
+
+def _rotary() -> Workload:
+    """Of the queries, keys and values of the GPT of examples/, forward."""
+    batch, time, heads = device.sized(16, 1024, 16)
+    angle = device.randn(time, WIDTH // 2)
+
+    def inputs(i: int) -> torch.Tensor:
+        return device.randn(batch, time, 3 * heads * WIDTH, dtype=torch.bfloat16, seed=i)
+
+    def by(rotate: Callable[..., Tensors]) -> Callable[[torch.Tensor], Tensors]:
+        return partial(rotate, cos=angle.cos(), sin=angle.sin(), heads=heads)
+
+    ours = by(rotary_qkv)
+    return Workload(
+        ours,
+        device.eager_and_compiled(by(rotate)),
+        partial(verify.same_as_reference, lambda: ours(inputs(0))),
+        inputs,
+        ops=("rotary",),
+        bytes=2.0 * 2 * 3 * batch * time * heads * WIDTH,
+    )
+
+
+case(
+    "cuda/rotary/bf16/16x1024x16x64",
+    "rotary positions of q and k, from bf16 [16, 1024, 3 x 16 x 64]",
+    times_faster(1.0),
+    _rotary,
+    share=0.9,
+    quick=True,
+)

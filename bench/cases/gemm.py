@@ -31,6 +31,7 @@ LAYERS = {
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _randn = partial(device.randn, on="cpu")
+_MOST = 192, 192  # rows and columns of a group whose values are looked at
 
 
 def _in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -127,25 +128,45 @@ for _name, _shape in LAYERS.items():
         )
 
 
-def experts(count: int, tokens: int, k: int, n: int) -> Workload:
-    """The products of a mixture's experts, forward and for the gradient of their weights, in bf16:
-    one call each, and a call of gemm for each expert, whose share of the tokens is random."""
-    x, g = (_randn(tokens, size, dtype=BF16, seed=size) for size in (k, n))
-    weight = _randn(count * n, k, dtype=BF16, seed=1).view(count, n, k)
+def experts(
+    count: int, tokens: int, k: int, n: int, on_gpu: bool = False, dtype: torch.dtype = BF16
+) -> Workload:
+    """The products of a mixture's experts, forward and for the gradient of their weights: one call
+    each, and a call of gemm for each expert, whose share of the tokens is random."""
+    where = device.where(on_gpu)
+    if on_gpu:
+        tokens, k, n = device.sized(tokens, k, n, tiny=64)
+    randn = partial(device.randn, dtype=dtype, on=where)
+    x, g = (randn(tokens, size, seed=size) for size in (k, n))
+    weight = randn(count * n, k, seed=1).view(count, n, k)
     draw = torch.rand(count, generator=torch.Generator().manual_seed(0))
-    offs = (draw.cumsum(0) / draw.sum() * tokens).round().int()
-    b = weight.transpose(1, 2)
+    offs = (draw.cumsum(0) / draw.sum() * tokens).round().int().to(where)
+    b, over_k = weight.transpose(1, 2), (g.t(), x)
+    if dtype.itemsize == 1:  # whose products sum along adjacent elements
+        over_k = g.t().contiguous(), x.t().contiguous().t()
+    grouped = partial(ops.gemm_grouped, out_dtype=BF16)
+    product = partial(mixprec.gemm, out_dtype=BF16)
 
     def ours() -> list[torch.Tensor]:
-        return [ops.gemm_grouped(x, b, offs), ops.gemm_grouped(g.t(), x, offs)]
+        return [grouped(x, b, offs), grouped(*over_k, offs)]
 
     def loop() -> list[torch.Tensor]:
         ends = offs.tolist()
         parts = [slice(*ends) for ends in zip([0, *ends], ends, strict=False)]
-        rows = [mixprec.gemm(x[part], b[e]) for e, part in enumerate(parts)]
-        return [torch.cat(rows), torch.stack([mixprec.gemm(g[p].t(), x[p]) for p in parts])]
+        rows = [product(x[part], b[e]) for e, part in enumerate(parts)]
+        grads = [product(over_k[0][:, p], over_k[1][p]) for p in parts]
+        return [torch.cat(rows), torch.stack(grads)]
 
     def check() -> str | None:
+        if on_gpu:  # where sums are in another order
+            ends, (y, grads) = [0, *offs.tolist()], ours()
+            parts = [slice(*ends[e : e + 2]) for e in range(count)]
+            found = [verify.gemm(y[p], x[p], b[e], most=_MOST) for e, p in enumerate(parts)]
+            found += [
+                verify.gemm(grads[e], over_k[0][:, p], over_k[1][p], most=_MOST)
+                for e, p in enumerate(parts)
+            ]
+            return verify.first(*found)
         same = all(map(torch.equal, ours(), loop()))
         return None if same else "the results are not those of a gemm for each expert"
 
@@ -159,4 +180,14 @@ for _experts, _tokens in ((8, 4096), (64, 4096), (128, 512)):
         "of the weights",
         times_faster(1.0),
         partial(experts, _experts, _tokens, 512, 1024),
+    )
+for _dtype in (BF16, E4M3):
+    _name = "fp8" if _dtype == E4M3 else "bf16"
+    case(
+        f"cuda/gemm_grouped/{_name}/64x16384",
+        f"64 experts, 2048 -> 1536, 16384 tokens, {_name}: forward and the "
+        "gradients of the weights",
+        times_faster(1.0),
+        partial(experts, 64, 16384, 2048, 1536, True, _dtype),
+        quick=True,
     )

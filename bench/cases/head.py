@@ -13,7 +13,7 @@ from mixprec.functional import linear, linear_cross_entropy
 from .. import device, verify
 from .registry import Workload, both_passes, case, times_the_time
 
-TOKENS, WIDTH, CLASSES = 1024, 768, 50257  # GPT-2's
+SIZES = {"": (1024, 768, 50257), "cuda/": (8192, 1024, 50257)}  # tokens, width, classes of GPT-2
 BARS = {"loss": 80.0, "grad of x": 40.0, "grad of weight": 40.0}
 
 
@@ -22,29 +22,34 @@ def _unfused(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> tor
     return cross_entropy(linear(x, weight, recipe=recipe) if recipe else x @ weight.t(), target)
 
 
-def _workload() -> Workload:
-    x = device.randn(TOKENS, WIDTH, dtype=torch.bfloat16, seed=1, on="cpu")
-    weight = device.randn(CLASSES, WIDTH, dtype=torch.bfloat16, seed=2, on="cpu") / 32
-    target = torch.arange(TOKENS) * 7919 % CLASSES
+def _workload(on_gpu: bool, tokens: int, width: int, classes: int) -> Workload:
+    where = device.where(on_gpu)
+    if on_gpu:
+        tokens, width, classes = device.sized(tokens, width, classes, tiny=64)
+    x = device.randn(tokens, width, dtype=torch.bfloat16, seed=1, on=where)
+    weight = device.randn(classes, width, dtype=torch.bfloat16, seed=2, on=where) / 32
+    target = torch.arange(tokens, device=where) * 7919 % classes
 
     def both(
         loss: Callable[..., torch.Tensor], dtype: torch.dtype = torch.bfloat16
     ) -> tuple[torch.Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-        return both_passes(lambda: loss(*leaves, target), leaves, torch.ones(()))
+        return both_passes(lambda: loss(*leaves, target), leaves, torch.ones((), device=where))
 
     ours = partial(both, linear_cross_entropy)
     return Workload(
         ours,
         {"linear, cross_entropy": partial(both, _unfused)},
         lambda: verify.sqnr_at_least(BARS, ours(), both(_unfused, torch.double)),
-        flops=3 * 2.0 * TOKENS * WIDTH * CLASSES,
+        flops=3 * 2.0 * tokens * width * classes,
     )
 
 
-case(
-    "head/bf16/gpt2",
-    f"loss of a head, forward and backward, bf16 [{TOKENS}, {WIDTH}], {CLASSES} classes",
-    times_the_time(1.4),
-    _workload,
-)
+for _where, _size in SIZES.items():
+    case(
+        f"{_where}head/bf16/gpt2",
+        f"loss of a head, forward and backward, bf16 {list(_size[:2])}, {_size[2]} classes",
+        times_the_time(1.4),
+        partial(_workload, bool(_where), *_size),
+        quick=bool(_where),
+    )

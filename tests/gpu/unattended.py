@@ -1,11 +1,13 @@
-"""Everything for a machine with an NVIDIA GPU, on its own: tests, sanitizers, benchmarks.
+"""Everything for a machine with an NVIDIA GPU, on its own: tests, profiles, benchmarks, sanitizers.
 
-    python tests/gpu/unattended.py [--out FOLDER] [--jobs test,bench,…] [--limit SECONDS] [--full]
+    python tests/gpu/unattended.py [--first] [--out FOLDER] [--jobs test,bench,…]
+        [--limit SECONDS] [--full]
 
 Each job is a program with a time limit of its own, in a process group that is ended as a whole: a
 kernel that hangs costs its own job only. What a job has said goes to FOLDER/<job>.txt as it comes,
-and FOLDER/gpu.json, rewritten after every job, says how each ended, on which GPU, with which driver
-and clocks, at which commit. Exit status 1 if one did not end well.
+its measurements to JSON that it rewrites as it goes on, and FOLDER/gpu.json, rewritten after every
+job, says how each ended, on which GPU, with which driver and clocks, at which commit. --first: the
+jobs that decide most, in the order of what they decide. Exit status 1 if one did not end well.
 """
 
 from __future__ import annotations
@@ -29,16 +31,10 @@ from mixprec.bench.results import write_json
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-# The cases of the benchmark, the seconds for each group.
-BENCH = {
-    "memory": (150, "quantize amax dequantize quantize_mx dequantize_mx pack unpack"),
-    "step": (100, "adamw_ sgd_"),
-    "fused": (60, "norm_quantize act_quantize"),
-    "gemm": (180, "gemm"),
-    "layer": (90, "layer overhead"),
-}
+DRY_RUN = 10.0 if device.DRY_RUN else 1.0  # times the seconds: nothing is fast without a GPU
 # A GPT that fills the GPU (about 160 million parameters, 16,384 bytes of text a step), five
 # precisions, four minutes on an H200 if it reaches half of its peak.
+GEMM = "2048x2048x2048 4096x4096x4096 16x4096x4096 8192x4096x4096 8192x4096x14336 4096x7168x2048"
 TRAIN = "--layers 12 --width 1024 --context 1024 --batch 16 --steps 150 --lr 6e-4 --device cuda"
 
 
@@ -65,35 +61,70 @@ def sanitizer(tool: str) -> list[str]:
     return [program, *options]
 
 
-def jobs(out: Path, full: bool = False) -> list[Job]:
-    """full: every case of the benchmark, in ten times the seconds."""
-    python = [sys.executable, "-m"]
-    found = [Job("env", "env", [*python, "mixprec.env"], 100)]
-    for kernels, others in (("cuda", "triton"), ("triton", "cuda")):
-        # A thousand tests of a second each, of which the GPU runs many at a time.
-        chosen = ["-m", "not large", "-k", f"not {others}"]
-        parallel = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
-        command = pytest(*parallel, *chosen, str(HERE))
-        found.append(Job(f"test-{kernels}", f"test-{kernels}", command, 420))
-    found.append(Job("test-large", "test-large", pytest("-m", "large", str(HERE)), 200))
-    found += [
-        Job(
-            f"sanitize-{tool}-{kernels}",
-            "sanitize",
-            [*sanitizer(tool), *pytest("-k", f"self_test and {kernels}", str(HERE))],
-            400,
-        )
-        for tool, kernels in [*((tool, "cuda") for tool in SANITIZERS), ("memcheck", "triton")]
-    ]
-    for group, (least, cases) in BENCH.items():
-        seconds = least * (10 if full else 1)
-        command = [*python, "mixprec.bench", "run", "--device", "cuda"]
-        command += [] if full else ["--quick"]
-        command += ["--out", str(out / f"bench-{group}.json"), "--budget", str(0.7 * seconds)]
-        words = [f"cuda/{case}" for case in cases.split()]
-        found.append(Job(f"bench-{group}", f"bench-{group}", [*command, *words], seconds))
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TRAIN.split()]
-    found.append(Job("train", "train", [*command, "--out", str(out / "train")], 540))
+def bench(cases: str, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "mixprec.bench", "run", "--device", "cuda", *options]
+    command += [f"cuda/{case}" for case in cases.split()]
+    return [*command, "--out", "{out}/{name}.json", "--budget", "{budget}"]
+
+
+def profile(ways: str, *size: str) -> list[str]:
+    command = [sys.executable, "-m", "mixprec.bench.studies.profile_step", *ways.split(", "), *size]
+    return [*command, "--out", "{out}/{name}.json", "--budget", "{budget}"]
+
+
+def jobs(out: Path, first: bool = False, full: bool = False) -> list[Job]:
+    """In their order; full: every case of the benchmark, in ten times the seconds."""
+    python, here = [sys.executable, "-m"], str(HERE)
+    # A thousand tests of a second each, of which the GPU runs many at a time.
+    parallel = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
+    quick = [] if full else ["--quick"]
+    longer = 10 if full else 1
+    rows = [f"gemm/{way}/{size}" for size in GEMM.split() for way in ("bf16/nt", "fp8/tensor")]
+    graphed = "bf16 fused graphed, fp8 fused graphed"
+    wide = ["--width", "4096", "--layers", "4"]
+    # Most seconds with --first and without it; None: not run then.
+    table: list[tuple[str, float | None, float | None, list[str]]] = [
+        ("env", 30, 100, [*python, "mixprec.env"]),
+        ("bench-ceilings", 40, None, bench("gemm/bf16/nt/8192x8192x8192 amax/bf16 "
+                                           "gemm/fp8/tensor/8192x8192x8192")),
+        ("self-test", 90, None, pytest(*parallel, "-k", "self_test", here)),
+        ("profile-eager", 90, None, profile("bf16 eager, fp8 eager, bf16 fused, fp8 fused, "
+                                            "fp8-delayed fused, fp8-delayed eager")),
+        ("profile-graphed", 50, None, profile(f"{graphed}, fp8-delayed fused graphed")),
+        # Rivals side by side, in one process.
+        ("profile-compiled", 160, None, profile(
+            "torch compiled, bf16 compiled, fp8 compiled, fp8-delayed compiled, "
+            f"{graphed}, bf16 compiled graphed, fp8 compiled graphed")),
+        ("profile-wide", 110, None, profile(
+            f"{graphed}, fp8-block fused graphed, bf16 fused, fp8 fused, fp8-block fused, "
+            "torch compiled", *wide)),
+        ("bench-casts", 50, None, bench(
+            "quantize/bf16 rotary norm_quantize act_quantize", "--quick")),
+        ("bench-rows", 60, None, bench(" ".join(rows), "--samples", "15")),
+        ("test-cuda", None, 420, pytest(*parallel, "-m", "not large", "-k", "not triton", here)),
+        ("test-triton", None, 420, pytest(*parallel, "-m", "not large", "-k", "not cuda", here)),
+        ("test-large", None, 200, pytest("-m", "large", here)),
+        ("bench-memory", None, 150 * longer, bench(
+            "quantize amax dequantize quantize_mx dequantize_mx pack unpack", *quick)),
+        ("bench-step", None, 100 * longer, bench("adamw_ sgd_", *quick)),
+        ("bench-fused", None, 60 * longer, bench("norm_quantize act_quantize rotary", *quick)),
+        ("bench-gemm", None, 180 * longer, bench("gemm", *quick)),
+        ("bench-grouped", 40, 60 * longer, bench("gemm_grouped head", *quick)),
+        ("bench-overhead", None, 60 * longer, bench("overhead", *quick)),
+        ("train", None, 540, [sys.executable, str(ROOT / "examples" / "train_gpt.py"),
+                              *TRAIN.split(), "--out", "{out}/train"]),
+    ]  # fmt: skip
+    for tool, kernels in [*((tool, "cuda") for tool in SANITIZERS), ("memcheck", "triton")]:
+        command = [*sanitizer(tool), *pytest("-k", f"self_test and {kernels}", here)]
+        soon = 300 if kernels == "cuda" and tool in ("memcheck", "racecheck") else None
+        table.append((f"sanitize-{tool}-{kernels}", soon, 400, command))
+    found = []
+    for name, soon, later, command in table:
+        if (seconds := soon if first else later) is not None:
+            seconds *= DRY_RUN
+            words = {"out": str(out), "name": name, "budget": f"{0.75 * seconds:.0f}"}
+            kind = "sanitize" if name.startswith("sanitize") else name
+            found.append(Job(name, kind, [word.format(**words) for word in command], seconds))
     return found
 
 
@@ -102,6 +133,8 @@ def run(job: Job, out: Path) -> dict[str, Any]:
     start, text = time.monotonic(), out / f"{job.name}.txt"
     # Without torch's memory pool every tensor is an allocation of its own, with bounds to check.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.kind == "sanitize" else {}
+    found = [os.environ.get("PYTHONPATH", ""), str(ROOT / "examples")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     with text.open("wb") as file:
         process = subprocess.Popen(
             job.command,
@@ -127,20 +160,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
     parser.add_argument(
-        "--jobs", default="", help="beginnings of names: env,test,sanitize,bench,train"
+        "--jobs", default="", help="beginnings of names: env,self-test,profile,bench-rows,…"
     )
-    parser.add_argument("--limit", type=float, help="seconds for all (540; 5400 with --full)")
+    parser.add_argument("--first", action="store_true", help="what decides most, in 12 minutes")
+    parser.add_argument(
+        "--limit", type=float, help="seconds for all (540; 700 with --first, 5400 with --full)"
+    )
     parser.add_argument("--full", action="store_true", help="bench: every case, not the quick ones")
     args = parser.parse_args()
     # "NVIDIA H200" -> "nvidia-h200"
     folder = re.sub(r"[^a-z0-9]+", "-", (device.name() or "no-gpu").lower()).strip("-")
     out = (args.out or ROOT / "bench" / "results" / folder).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    args.limit = args.limit or (5400.0 if args.full else 540.0)
+    args.limit = args.limit or (5400 if args.full else 700 if args.first else 540) * DRY_RUN
     wanted = tuple(args.jobs.split(","))
-    chosen = [job for job in jobs(out, args.full) if job.name.startswith(wanted)]
+    chosen = [job for job in jobs(out, args.first, args.full) if job.name.startswith(wanted)]
     end, done = time.monotonic() + args.limit, dict[str, dict[str, Any]]()
-    about = {"environment": environment(quick=False) | {"gpu_name": device.name()}}
+    about = {"environment": environment(quick=False) | device.properties()}
     if shutil.which("nvidia-smi") is not None:  # the driver, clocks, power and temperature
         about["nvidia-smi"] = subprocess.run(
             ["nvidia-smi", "-q"], capture_output=True, text=True, check=False
