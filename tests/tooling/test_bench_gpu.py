@@ -168,16 +168,18 @@ def test_a_job_that_hangs_ends_with_what_it_started(
     jobs = [
         unattended.Job("hangs", "a", hangs, 1.0),
         unattended.Job("fails", "a", ["sh", "-c", "echo why; exit 3"], 50),
+        unattended.Job("lacks", "b", ["no-such-program"], 50),
         unattended.Job("works", "b", ["echo", "all is well"], 50),
     ]
     monkeypatch.setattr(unattended, "jobs", lambda *_: jobs)
     monkeypatch.setattr(sys, "argv", ["unattended.py", "--out", str(tmp_path)])
     assert unattended.main() == 1
     found = json.loads((tmp_path / "gpu.json").read_text())["jobs"]
+    assert "no-such-program" in found.pop("lacks")["last"]
     assert [(j["status"], j["last"]) for j in found.values()] == [
         (None, "begins"), (3, "why"), (0, "all is well"),
     ]  # fmt: skip
-    assert re.search("hangs +ENDED .*\nfails +FAILED .*why\nworks +ok", capsys.readouterr().out)
+    assert re.search("hangs +ENDED .*\nfails +FAILED .*why\nlacks +FAILED", capsys.readouterr().out)
     state = Path(f"/proc/{pid.read_text().strip()}/stat")  # gone, or a zombie nobody waited for
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
