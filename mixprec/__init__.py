@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .amp.grad_scaler import GradScaler
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
+    from .cuda_graph import graphed
     from .diagnostics.audit import Audit, audit, bisect
     from .diagnostics.audit.diff import Diff
     from .diagnostics.memory_report import MemoryReport, memory_report
@@ -70,6 +71,7 @@ __all__ = [
     "functional",
     "gemm",
     "gemm_accumulate_",
+    "graphed",
     "is_available",
     "lean",
     "load_checkpoint",
@@ -113,6 +115,7 @@ _DEFINED_IN = {
     "convert": "nn.convert",
     "convert_to_float8_training": "nn.convert",
     "freeze": "frozen",
+    "graphed": "cuda_graph",
     "is_available": "availability",
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",

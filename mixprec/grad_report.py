@@ -101,8 +101,9 @@ class GradCounts:
                 continue
             table, before = _aligned(table, self._overflow.get(device))
             here = overflowed.to(device, non_blocking=True)
-            counts = torch.where(here, table.counts, before)
-            self._overflow[device] = table._replace(counts=counts)
+            # In place: the replays of a graph have to find it where they left it.
+            self._overflow[device] = table._replace(counts=before)
+            before.copy_(torch.where(here, table.counts, before))
 
     def underflow_share(self, home: torch.device) -> torch.Tensor | None:
         """The share of subnormal numbers among the nonzero gradients of the last step."""

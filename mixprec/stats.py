@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,14 @@ _NAME = 24  # columns of the table for a layer's name; 80 in all
 Key = tuple[Any, ...]
 
 
+_attached: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def is_sampling() -> bool:
+    """Whether a Monitor measures the current step."""
+    return any(monitor._sampling for monitor in list(_attached))
+
+
 class Monitor:
     """Statistics of every tensor that is cast, at every `every`-th step of training.
 
@@ -64,8 +73,9 @@ class Monitor:
     There is no host sync until `flush`, which transfers everything at once, and the model's results
     do not change. In other steps a hook is one Python comparison. Not measured: passes without grad
     mode, forward passes repeated by activation checkpointing (each counts once), code compiled by
-    torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the weights of a
-    layer that FSDP shards by itself. `close` removes the hooks.
+    torch.compile or replayed by a CUDA graph, where the hooks do nothing (`graphed` runs the steps
+    that are sampled without one), and the weights of a layer that FSDP shards by itself. `close`
+    removes the hooks.
 
     The names in `to_logger` are "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER",
     and so on.
@@ -101,6 +111,7 @@ class Monitor:
 
     def attach(self) -> Monitor:
         """Register the hooks, as entering the context does; no effect if they are registered."""
+        _attached.add(self)
         self._handles = self._handles or [
             layer.register_forward_hook(self._after_forward(name), with_kwargs=True)
             for name, layer in measured_layers(self.model)
@@ -112,6 +123,7 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _attached.discard(self)
         self._sampling = False
         self.flush()
 

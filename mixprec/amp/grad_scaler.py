@@ -124,13 +124,13 @@ class GradScaler(torch.amp.GradScaler):
     def _set_trackers(self, hysteresis: int, counters: list[int]) -> None:
         self._hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int32, device="cpu")
         self._counters = torch.tensor(counters, dtype=torch.int64, device="cpu")
+        self._lagged = Lagged(counters)
         self._start_watch(counters)
 
     def _start_watch(self, counters: list[int]) -> None:
-        """Drop pending copies from the device; past skips have been reported already."""
-        self._lagged = Lagged(counters)
+        """Past skips have been reported already."""
         limit = self._max_skips if self._enabled else None
-        self._reported = 0 if limit is None else counters[2] // limit
+        self._lagged.reported = 0 if limit is None else counters[2] // limit
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -276,14 +276,21 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
         scaling.after_step()  # which a skipped step of torch's optimizers has not called
         self._lagged.push(self._counters)
+        is_captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._max_skips is not None and not is_captured:
+            self._watch(self._max_skips)
+
+    def _after_replay(self) -> None:
+        """What update() does on the host, after a replay of a graph that has captured it."""
+        self._lagged.replay()
         if self._max_skips is not None:
             self._watch(self._max_skips)
 
     def _watch(self, limit: int) -> None:
         """Raise or call back after every `limit` skipped updates in a row known to the host."""
         in_a_row = self._lagged.latest()[2]
-        before, self._reported = self._reported, in_a_row // limit
-        if self._reported <= before:
+        before, self._lagged.reported = self._lagged.reported, in_a_row // limit
+        if self._lagged.reported <= before:
             return
         report = self.overflow_report()
         if self._on_max_skips is not None:
@@ -398,6 +405,7 @@ class GradScaler(torch.amp.GradScaler):
         counters = [state[name] for name in _COUNTERS]
         self._hysteresis_tracker.fill_(state["_hysteresis_tracker"])
         self._counters.copy_(torch.tensor(counters, device="cpu"))
+        self._lagged.reset(counters)
         self._start_watch(counters)
 
     def __getstate__(self) -> dict[str, Any]:

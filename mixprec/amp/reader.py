@@ -155,8 +155,17 @@ class Lagged:
 
     def __init__(self, values: list[int]) -> None:
         """values: the latest before the first push."""
+        self.reported = 0  # multiples of a limit
+        # To which the replays of a graph copy: one, made before its capture.
+        self._replayed: torch.Tensor | None = None
+        self.reset(values)
+
+    def reset(self, values: list[int]) -> None:
+        """Drop the copies that are pending; after a load, when no replay is."""
         self._arrived = torch.tensor(values, device="cpu")
         self._pending: deque[tuple[torch.Tensor, torch.Event]] = deque()
+        if self._replayed is not None:
+            self._replayed.copy_(self._arrived)
 
     def push(self, tensor: torch.Tensor) -> None:
         """Start to copy the current value of `tensor`."""
@@ -164,12 +173,22 @@ class Lagged:
             self._arrived = tensor.clone()
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a graph would overwrite the same copy at every replay
+            if self._replayed is not None:
+                self._replayed.copy_(tensor, non_blocking=True)
+            return
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        if self._replayed is None:
+            self._replayed = torch.empty_like(pinned, pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record()
         self._pending.append((pinned, event))
+
+    def replay(self) -> None:
+        """A graph that has captured `push` was launched."""
+        if self._replayed is not None:
+            self._arrived = self._replayed
+            self._pending.clear()
 
     def latest(self) -> list[int]:
         """The latest copy that is complete."""

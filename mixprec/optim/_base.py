@@ -179,9 +179,7 @@ class Optimizer(SavedOptimizer):
         trace, so that the step would overwrite it with the master. It sees all other writes.
         A remainder is kept: it is less than half a unit in the last place of the value.
         """
-        self._batches.forget()
-        if self._releases is not None:
-            self._releases.batches.clear()
+        _masters.Changes.count += 1
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -143,10 +143,6 @@ class Batches:
         self._current = {}
         self._changes = _masters.Changes.count
 
-    def forget(self) -> None:
-        """Treat every param as written by other code since the last step."""
-        self._known = {}
-
     def steps(self, batch: Batch) -> torch.Tensor:
         """The `step` of each state of the batch in one tensor; those in the states are views."""
         steps = [s["step"] for s in batch.states]

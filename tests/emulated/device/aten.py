@@ -89,7 +89,8 @@ class _Call:
         # Elements that share memory are not written to.
         written = [x for x in self.seen if 0 not in x.stride()]
         before = [x.clone() for x in written]
-        result = self.run()
+        with torch.random.fork_rng(devices=[]):  # a capture draws no random numbers
+            result = self.run()
         for x, old in zip(written, before, strict=True):
             x.copy_(old)
         fresh = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -1,0 +1,526 @@
+"""graphed: a whole training step as one CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, compress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from . import _masters, scaling
+from ._context import context
+from ._local_gradients import LOW_PRECISION
+from .amp.grad_scaler import GradScaler
+from .optim._base import Optimizer
+from .recipes import Recipe
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+_KINDS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler)
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type, Recipe)
+_WRITTEN = ("_last_skip", "_quantized_weight")  # attributes from which no step reads on
+_address, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
+_requires_grad, _version, _grad = (
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "_version", "grad")
+)
+_OF_GRADIENTS = ("backward", "clip_grad_norm_", "clip_grad_value_")  # functions, and methods:
+_OF_METHODS = ("zero_grad", "step", "unscale_", *_OF_GRADIENTS)
+_OFTEN = 3  # calls in a row that find a change, after which a warning names it
+
+
+def graphed(step: Step, *, warmup: int = 3) -> Step:
+    """Return a function that runs a training step, on a GPU as one CUDA graph.
+
+        @mixprec.graphed
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        for x, y in batches:
+            loss = step(x, y)
+            scheduler.step()
+
+    The first `warmup` calls run `step` as it is, the next one captures it, and all others replay
+    it: one launch for the host. Each call trains on its own inputs, and N calls leave the bits of N
+    calls of `step` (except for `compress_saved`, which draws other random numbers). `step` may hold
+    all that does not wait for the device: forward and backward passes of several micro-batches,
+    loss scaling, clipping, skipped steps, the update.
+
+    Arguments are dense tensors on one GPU that need no gradient, with the same shape, dtype and
+    strides in every call, and constants, in any nesting; results are tensors on the GPU and None,
+    in any nesting: the caller gets copies, without history. ValueError otherwise. If no argument is
+    on a GPU, `step` runs as it is.
+
+    A replay runs no Python. The modules, optimizers and scalers that `step` calls are found while
+    it runs, and before each replay their parameters, buffers, states, settings and other plain
+    attributes, and the regions around the call, are compared with those at the capture. After a
+    change (train and eval, a loaded optimizer, a frozen parameter, a new group, weight_decay) the
+    call runs as it is and the next one captures again; a warning names what changes in each call.
+    The lr of mixprec's optimizers may: it is written to the device. Whatever else `step` reads,
+    such as a tensor in a global variable, must be written in place.
+
+    RuntimeError, with the reason, for what cannot be captured: `.item()` and other waits for the
+    device, a learning rate scheduler inside `step`, release_gradients, `reuse_weights` or
+    torch.autocast with its cache around `step`, a scale on the CPU. warmup: 1 or more.
+    """
+    if not callable(step):
+        raise TypeError(f"graphed: step must be a function, got {type(step).__name__}")
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
+        raise ValueError(f"graphed: warmup must be an int, 1 or more, got {warmup!r}")
+    return functools.update_wrapper(_Graphed(step, warmup), step)  # type: ignore[return-value]
+
+
+class _Graphed:
+    """A step that is warm after some calls, and then captured."""
+
+    def __init__(self, step: Callable[..., Any], warmup: int) -> None:
+        self._step, self._left = step, warmup
+        self._inputs: _Inputs | None = None
+        self._users: _Users | None = None  # of the last call without a graph
+        self._graph: _Graph | None = None
+        self._changes = 0  # in a row
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (inputs := self._inputs) is None:
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+            device = next((x.device for x in tensors if x.is_cuda), None)
+            if device is None:
+                return self._step(*args, **kwargs)
+            self._inputs = inputs = _Inputs(args, kwargs, device)
+            self._stream = torch.cuda.Stream(device)
+        leaves = inputs.checked(args, kwargs)
+        change = None
+        if self._users is not None and self._left <= 0:
+            is_stale = self._graph is not None and not self._graph.grads_are_known()
+            change = "grad" if is_stale else self._users.change()
+        if change is not None:
+            self._graph, self._changes = None, self._changes + 1
+            if self._changes == _OFTEN:
+                _warn(change)
+        if change is not None or self._left > 0 or self._is_watched():
+            return self._eager(args, kwargs, leaves)
+        self._changes = 0
+        if self._graph is None:
+            assert self._users is not None, "found by the last call without a graph"
+            self._graph = _Graph(self._step, inputs, leaves, self._users, self._stream)
+        result = self._graph.replay(leaves)
+        if self._graph.change is not None:
+            _warn(self._graph.change)
+            self._graph, self._users, self._left = None, None, sys.maxsize
+        return result
+
+    def _is_watched(self) -> bool:
+        """Whether something is to see each op of this call, or of a capture each call of Python."""
+        stats = sys.modules.get(f"{__package__}.stats")
+        is_sampled = stats is not None and stats.is_sampling()
+        is_profiled = self._graph is None and sys.getprofile() is not None
+        return is_sampled or is_profiled or torch._C._len_torch_dispatch_stack() > 0
+
+    def _eager(self, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """The step without a graph, on the stream of captures, as torch.cuda.graph asks."""
+        current, versions = torch.cuda.current_stream(), _versions(leaves)
+        self._stream.wait_stream(current)
+        is_last = self._graph is None and self._left <= 1
+        with torch.cuda.stream(self._stream), _users(is_last) as found:
+            result = self._step(*args, **kwargs)
+        current.wait_stream(self._stream)
+        _check_outputs(result)
+        if _versions(leaves) != versions:
+            raise ValueError("graphed: step must not write to its inputs: let it work on a clone()")
+        if found is not None:
+            self._users = _Users(found)
+        if found is not None or self._left > 1:
+            self._left -= 1
+        if self._users is not None:
+            self._users.remember()
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+
+def _warn(change: str) -> None:
+    warnings.warn(
+        f"graphed: step runs without a graph, because {change} changes from call to call; what it "
+        "has to see anew in each call must be a tensor on the GPU that is written in place",
+        stacklevel=5,  # the caller of step, beyond the frames of _disable_dynamo
+    )
+
+
+class _Inputs:
+    """What the inputs of each call must be: as those of the first."""
+
+    def __init__(self, args: Any, kwargs: Any, device: torch.device) -> None:
+        self.device = device
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._is_flat = not kwargs and all(torch.is_tensor(x) for x in args)
+        self._expected = list(map(_described, leaves))
+        for i, x in enumerate(leaves):
+            wrong = None
+            if not isinstance(x, torch.Tensor):
+                wrong = (
+                    None if isinstance(x, _CONSTANTS) else f"be a tensor, got {type(x).__name__}"
+                )
+            elif type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
+                wrong = f"be a plain torch.Tensor, got {type(x).__name__}, {x.layout}"
+            elif x.device != device:
+                wrong = f"be on {device} as another one, got one on {x.device}"
+            elif x.requires_grad:
+                wrong = "need no gradient, which would stay with the graph's copy: detach() it"
+            elif torch.empty_like(x, device="meta").stride() != x.stride():
+                wrong = f"be dense, got shape {tuple(x.shape)}, strides {x.stride()}: contiguous()"
+            if wrong is not None:
+                raise ValueError(f"graphed: inputs[{i}] must {wrong}")
+
+    def checked(self, args: Any, kwargs: Any) -> list[Any]:
+        """The leaves of the inputs of a call."""
+        leaves, spec = list(args), self._spec
+        if not self._is_flat or kwargs or len(args) != len(self._expected):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec is not self._spec and spec != self._spec:
+            raise ValueError(f"graphed: inputs must be nested as {self._spec}, got {spec}")
+        for i, (x, expected) in enumerate(zip(leaves, self._expected, strict=True)):
+            got = x
+            if isinstance(x, torch.Tensor):  # without a call of Python for each
+                got = (x.dtype, x.shape, _stride(x), x.device, x.requires_grad)
+            if got != expected:
+                raise ValueError(
+                    f"graphed: inputs[{i}] must be {expected} as in the first call, got {got}: a "
+                    "graph has fixed shapes; graph step again for others, or call it as it is"
+                )
+        return leaves
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _described(x: Any) -> Any:
+    is_tensor = isinstance(x, torch.Tensor)
+    return (x.dtype, x.shape, _stride(x), x.device, x.requires_grad) if is_tensor else x
+
+
+def _check_outputs(result: Any) -> None:
+    for x in pytree.tree_leaves(result):
+        if x is not None and not (isinstance(x, torch.Tensor) and x.is_cuda):
+            raise ValueError(
+                f"graphed: step must return tensors on the GPU or None, got {_described(x)!r}, "
+                "which each replay would repeat: return the tensor, and call .item() outside"
+            )
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    return [_version(x) for x in leaves if torch.is_tensor(x) and not x.is_inference()]
+
+
+@contextlib.contextmanager
+def _users(wanted: bool) -> Iterator[dict[Any, Any] | None]:
+    """The modules, optimizers, scalers and schedulers of which this thread calls a method, and the
+    name of the first that has to do with gradients; None where they are not wanted, or a profiler
+    looks on."""
+    found: dict[Any, Any] = {}
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_argcount:
+            user = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(user, _KINDS):
+                found[id(user)] = user
+            elif code.co_name not in _OF_GRADIENTS:
+                return
+            if code.co_name in _OF_METHODS:
+                found.setdefault("first", code.co_name)
+
+    if not wanted or sys.getprofile() is not None:
+        yield None
+        return
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def _regions() -> dict[str, Any]:
+    """What of this thread decides how a step runs."""
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    return {
+        "the current device": torch._C._cuda_getDevice(),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "torch.autocast": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        "the default dtype": torch.get_default_dtype(),
+        "a setting of torch.backends": (
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_cublas_allow_tf32(),
+        ),
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        "use_backend": context.backend,
+        "twice_differentiable": context.twice_differentiable,
+        "a mode": list(map(_mode, modes)),
+        "what is known of masters": _masters.Changes.count,
+    }
+
+
+def _mode(mode: Any) -> tuple[Any, ...]:
+    return (type(mode), *(value for value in vars(mode).values() if isinstance(value, _CONSTANTS)))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether a graph reads the same from an attribute with either value."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (isinstance(a, _CONSTANTS) and type(a) is type(b) and bool(a == b))
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    return next((name for name, value in before.items() if value != now[name]), None)
+
+
+def _hooks(m: nn.Module) -> list[Any]:
+    """Those of a module, by number."""
+    return [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
+
+
+class _Users:
+    """The modules, optimizers and scalers of a step, and what of them a graph depends on."""
+
+    def __init__(self, found: Mapping[Any, Any]) -> None:
+        users = list(found.values())
+        self.clears_first = found.get("first") == "zero_grad"
+        modules = (m for user in users if isinstance(user, nn.Module) for m in user.modules())
+        self.modules = list({id(m): m for m in modules}.values())
+        self.optimizers = [user for user in users if isinstance(user, torch.optim.Optimizer)]
+        scalers = [user for user in users if isinstance(user, torch.amp.GradScaler)]
+        self.scalers = [scaler for scaler in scalers if scaler.is_enabled()]
+        self.schedulers = [user for user in users if isinstance(user, LRScheduler)]
+
+    def params(self) -> list[torch.Tensor]:
+        owned = (p for m in self.modules for p in m.parameters(recurse=False))
+        mine = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
+        return list({id(p): p for p in chain(owned, mine)}.values())
+
+    def with_rates(self) -> list[dict[str, Any]]:
+        """The param groups whose lr can be written to the device."""
+        groups = [g for o in self.optimizers if isinstance(o, Optimizer) for g in o.param_groups]
+        return [g for g in groups if not (torch.is_tensor(g["lr"]) and g["lr"].is_cuda)]
+
+    def refusal(self) -> str | None:
+        """Why these cannot be captured."""
+        scales = [getattr(scaler, "_scale", None) for scaler in self.scalers]
+        cached = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()
+        kept = any(vars(m).get("_quantized_weight") is not None for m in self.modules)
+        reasons = {
+            "it calls a learning rate scheduler, which a replay would not: call it after step": (
+                self.schedulers
+            ),
+            "release_gradients=True decides on the host when a backward pass begins": any(
+                getattr(o, "_release_gradients", False) for o in self.optimizers
+            ),
+            "reuse_weights is around it: enter it inside, where its casts are captured": kept,
+            "torch.autocast is around it and keeps casts of weights: enter it inside, or with "
+            "cache_enabled=False": cached,
+            "the scale of a GradScaler is on the CPU: train with a new one, whose scale begins on "
+            "the device of the loss": any(s is not None and not s.is_cuda for s in scales),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _places(self) -> Iterator[tuple[str, Any]]:
+        """Dicts with attributes, and lists."""
+        for m in self.modules:
+            for entries in (vars(m), m._parameters, m._buffers, m._modules, *_hooks(m)):
+                yield type(m).__name__, entries
+        for user in (*self.optimizers, *self.scalers):
+            yield type(user).__name__, vars(user)
+        for o in self.optimizers:
+            name = type(o).__name__
+            yield from ((f"{name}.state", each) for each in (o.state, *o.state.values()))
+            yield f"{name}.param_groups", o.param_groups
+            for i, group in enumerate(o.param_groups):
+                yield f"{name}.param_groups[{i}]", group
+                yield f"{name}.param_groups[{i}]", group["params"]
+        yield from (("a parameter", vars(p)) for p in self.params())
+
+    def remember(self) -> None:
+        """What `change` compares with, such that this calls no Python for each value."""
+        rates = set(map(id, self.with_rates()))
+        places = list(self._places())
+        self._named = [
+            (f"{name}.{key}", entries, key)
+            for name, entries in places
+            if isinstance(entries, dict)
+            for key, value in entries.items()
+            if isinstance(value, (torch.Tensor, nn.Module, tuple, *_CONSTANTS))
+            and not (key in _WRITTEN or (key == "lr" and id(entries) in rates))
+        ]
+        self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
+        self._sized = [entries for _, entries in places]
+        self._sizes = list(map(len, self._sized))
+        self._lists = [g["params"] for o in self.optimizers for g in o.param_groups]
+        self._lists += [hooks for m in self.modules for hooks in _hooks(m)]
+        self._values, self._regions = self._now(), _regions()
+        self._classes = list(map(type, self.modules))
+        plain = (x for x in self._values if type(x) in (torch.Tensor, nn.Parameter))
+        self._tensors = list({id(x): x for x in plain}.values())
+        self._low = [p for p in self.params() if p.dtype in LOW_PRECISION]
+        self._memory, self._written = self._memory_now(), list(map(_version, self._low))
+
+    def _now(self) -> list[Any]:
+        unscaled = map(len, map(operator.attrgetter("_per_optimizer_states"), self.scalers))
+        values = map(dict.get, self._dicts, self._keys)
+        return [*values, *unscaled, *chain.from_iterable(self._lists)]
+
+    def _memory_now(self) -> dict[str, Any]:
+        return {
+            "the memory of a tensor": list(map(_address, self._tensors)),
+            "requires_grad": list(map(_requires_grad, self._tensors)),
+        }
+
+    def change(self) -> str | None:
+        """The name of something that is not as `remember` found it."""
+        if (regions := _regions()) != self._regions:
+            return _difference(self._regions, regions)
+        if list(map(_version, self._low)) != self._written:
+            return "a 16-bit parameter, whose master follows it in the next step,"
+        return self.own_change()
+
+    def own_change(self) -> str | None:
+        """The same, of what step itself may have changed but for the elements of tensors."""
+        sizes, values = list(map(len, self._sized)), self._now()
+        if sizes != self._sizes or list(map(type, self.modules)) != self._classes:
+            pairs = zip(self._places(), self._sizes, sizes, strict=False)
+            return next((name for (name, _), a, b in pairs if a != b), "a class")
+        if not all(map(operator.is_, values, self._values)):
+            for i, (now, before) in enumerate(zip(values, self._values, strict=True)):
+                if not _same(now, before):
+                    return (
+                        self._named[i][0] if i < len(self._named) else "unscale_, a group or a hook"
+                    )
+            self._values = values
+        memory = self._memory_now()
+        return _difference(self._memory, memory) if memory != self._memory else None
+
+
+class _Graph:
+    """One capture of a step, and its replays."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        inputs: _Inputs,
+        leaves: list[Any],
+        users: _Users,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        if (reason := users.refusal()) is not None:
+            raise RuntimeError(f"graphed: step cannot be captured: {reason}")
+        self._inputs = [x.clone() if torch.is_tensor(x) else x for x in leaves]
+        args, kwargs = inputs.unflatten(self._inputs)
+        self._groups = users.with_rates()
+        self._lrs = [float(group["lr"]) for group in self._groups]
+        self._rates = [
+            torch.full((), lr, dtype=torch.float64, device=inputs.device) for lr in self._lrs
+        ]
+        self._params = users.params()
+        before = list(map(_grad, self._params))
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as those that pin memory, go on.
+        capture = torch.cuda.graph(self._graph, None, stream, "thread_local")
+        errors: list[Exception] = []  # the first one: a capture that has failed cannot be ended
+        try:
+            with torch.cuda.stream(stream), self._with_rates(), capture, _kept(errors):
+                result = step(*args, **kwargs)
+        except Exception as error:
+            for p, grad in zip(self._params, before, strict=True):
+                p.grad = grad
+            for scaler in users.scalers:
+                scaler._per_optimizer_states.clear()
+            first = str([*errors, error][0]).split("\n")[0]
+            if "CUDA error" in first:
+                first += "; .item(), .cpu(), print and the like wait for the device"
+            raise RuntimeError(f"graphed: step cannot be captured: {first}") from error
+        _check_outputs(result)
+        detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        self._outputs, self._spec = pytree.tree_flatten(detached)
+        self._is_one = isinstance(result, torch.Tensor)
+        # What `grad` is after a replay, and must be before it, where step has not replaced it.
+        self._grads = list(map(_grad, self._params))
+        pairs = list(zip(before, self._grads, strict=True))
+        is_replaced = [b is not a and b is not None and a is not None for b, a in pairs]
+        self._is_read = [not (new and users.clears_first) for new in is_replaced]
+        self._before = list(compress(before, self._is_read))
+        # What else Python leaves behind.
+        self._scalers = [scaler for scaler in users.scalers if isinstance(scaler, GradScaler)]
+        owners = [o for o in users.optimizers if isinstance(o, Optimizer)]
+        counts = [*(o.grad_counts for o in owners)]
+        counts += [each for s in self._scalers for each in s._reader.counts.values()]
+        places = [(vars(o), name) for o in owners for name in ("_sums", "_last_skip")]
+        places += [(vars(each), "_last") for each in counts]
+        self._left = [(entries, name, entries[name]) for entries, name in places]
+        # A step also updates the scales of other models: they must not be freed.
+        self._others = [[*layer.buffers(recurse=False)] for layer in scaling._layers]
+        # What a step changes itself, on the host, a replay does not.
+        reads_replaced = any(is_replaced) and not users.clears_first
+        self.change = "grad" if reads_replaced else users.own_change()
+        users.remember()
+
+    @contextlib.contextmanager
+    def _with_rates(self) -> Iterator[None]:
+        """The lr of each group as a tensor of the graph, with the same bits."""
+        groups, before = self._groups, [group["lr"] for group in self._groups]
+        try:
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate
+            yield
+            if any(g["lr"] is not rate for g, rate in zip(groups, self._rates, strict=True)):
+                raise RuntimeError("it sets lr, which a replay would not: set it after step")
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                group["lr"] = lr
+
+    def grads_are_known(self) -> bool:
+        now = compress(map(_grad, self._params), self._is_read)
+        return all(map(operator.is_, now, self._before))
+
+    def replay(self, leaves: list[Any]) -> Any:
+        for mine, x in zip(self._inputs, leaves, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(x)
+        lrs = list(map(float, map(operator.itemgetter("lr"), self._groups)))
+        if lrs != self._lrs:
+            for rate, lr, before in zip(self._rates, lrs, self._lrs, strict=True):
+                if lr != before:
+                    rate.fill_(lr)
+            self._lrs = lrs
+        self._graph.replay()
+        for entries, name, value in self._left:
+            entries[name] = value
+        if not all(map(operator.is_, map(_grad, self._params), self._grads)):
+            for p, grad in zip(self._params, self._grads, strict=True):
+                p.grad = grad
+        for scaler in self._scalers:
+            scaler._after_replay()
+        if self._is_one:
+            return self._outputs[0].clone()
+        outputs = [None if x is None else x.clone() for x in self._outputs]
+        return pytree.tree_unflatten(outputs, self._spec)
+
+
+@contextlib.contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+        raise
