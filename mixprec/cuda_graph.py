@@ -7,35 +7,22 @@ import functools
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, compress
+from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.optim.lr_scheduler import LRScheduler
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from . import _masters, scaling
-from ._context import context
-from ._local_gradients import LOW_PRECISION
+from . import scaling
+from ._graph_users import CONSTANTS, Users, gradient_of, stride_of, used, version_of
 from .amp.grad_scaler import GradScaler
 from .optim._base import Optimizer
-from .recipes import Recipe
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
-_KINDS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler)
-_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type, Recipe)
-_WRITTEN = ("_last_skip", "_quantized_weight")  # attributes from which no step reads on
-_address, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
-_requires_grad, _version, _grad = (
-    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "_version", "grad")
-)
-_OF_GRADIENTS = ("backward", "clip_grad_norm_", "clip_grad_value_")  # functions, and methods:
-_OF_METHODS = ("zero_grad", "step", "unscale_", *_OF_GRADIENTS)
 _OFTEN = 3  # calls in a row that find a change, after which a warning names it
 
 
@@ -91,7 +78,7 @@ class _Graphed:
     def __init__(self, step: Callable[..., Any], warmup: int) -> None:
         self._step, self._left = step, warmup
         self._inputs: _Inputs | None = None
-        self._users: _Users | None = None  # of the last call without a graph
+        self._users: Users | None = None  # of the last call without a graph
         self._graph: _Graph | None = None
         self._changes = 0  # in a row
 
@@ -137,14 +124,14 @@ class _Graphed:
         current, versions = torch.cuda.current_stream(), _versions(leaves)
         self._stream.wait_stream(current)
         is_last = self._graph is None and self._left <= 1
-        with torch.cuda.stream(self._stream), _users(is_last) as found:
+        with torch.cuda.stream(self._stream), used(is_last) as found:
             result = self._step(*args, **kwargs)
         current.wait_stream(self._stream)
         _check_outputs(result)
         if _versions(leaves) != versions:
             raise ValueError("graphed: step must not write to its inputs: let it work on a clone()")
         if found is not None:
-            self._users = _Users(found)
+            self._users = Users(found)
         if found is not None or self._left > 1:
             self._left -= 1
         if self._users is not None:
@@ -171,9 +158,7 @@ class _Inputs:
         for i, x in enumerate(leaves):
             wrong = None
             if not isinstance(x, torch.Tensor):
-                wrong = (
-                    None if isinstance(x, _CONSTANTS) else f"be a tensor, got {type(x).__name__}"
-                )
+                wrong = None if isinstance(x, CONSTANTS) else f"be a tensor, got {type(x).__name__}"
             elif type(x) not in (torch.Tensor, nn.Parameter) or x.layout != torch.strided:
                 wrong = f"be a plain torch.Tensor, got {type(x).__name__}, {x.layout}"
             elif x.device != device:
@@ -195,7 +180,7 @@ class _Inputs:
         for i, (x, expected) in enumerate(zip(leaves, self._expected, strict=True)):
             got = x
             if isinstance(x, torch.Tensor):  # without a call of Python for each
-                got = (x.dtype, x.shape, _stride(x), x.device, x.requires_grad)
+                got = (x.dtype, x.shape, stride_of(x), x.device, x.requires_grad)
             if got != expected:
                 raise ValueError(
                     f"graphed: inputs[{i}] must be {expected} as in the first call, got {got}: a "
@@ -209,7 +194,7 @@ class _Inputs:
 
 def _described(x: Any) -> Any:
     is_tensor = isinstance(x, torch.Tensor)
-    return (x.dtype, x.shape, _stride(x), x.device, x.requires_grad) if is_tensor else x
+    return (x.dtype, x.shape, stride_of(x), x.device, x.requires_grad) if is_tensor else x
 
 
 def _check_outputs(result: Any) -> None:
@@ -222,194 +207,7 @@ def _check_outputs(result: Any) -> None:
 
 
 def _versions(leaves: list[Any]) -> list[int]:
-    return [_version(x) for x in leaves if torch.is_tensor(x) and not x.is_inference()]
-
-
-@contextlib.contextmanager
-def _users(wanted: bool) -> Iterator[dict[Any, Any] | None]:
-    """The modules, optimizers, scalers and schedulers of which this thread calls a method, and the
-    name of the first that has to do with gradients; None where they are not wanted, or a profiler
-    looks on."""
-    found: dict[Any, Any] = {}
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_argcount:
-            user = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(user, _KINDS):
-                found[id(user)] = user
-            elif code.co_name not in _OF_GRADIENTS:
-                return
-            if code.co_name in _OF_METHODS:
-                found.setdefault("first", code.co_name)
-
-    if not wanted or sys.getprofile() is not None:
-        yield None
-        return
-    sys.setprofile(look)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
-
-
-def _regions() -> dict[str, Any]:
-    """What of this thread decides how a step runs."""
-    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    return {
-        "the current device": torch._C._cuda_getDevice(),
-        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "torch.autocast": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-        "the default dtype": torch.get_default_dtype(),
-        "a setting of torch.backends": (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_cublas_allow_tf32(),
-        ),
-        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
-        "use_backend": context.backend,
-        "twice_differentiable": context.twice_differentiable,
-        "a mode": list(map(_mode, modes)),
-        "what is known of masters": _masters.Changes.count,
-    }
-
-
-def _mode(mode: Any) -> tuple[Any, ...]:
-    return (type(mode), *(value for value in vars(mode).values() if isinstance(value, _CONSTANTS)))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether a graph reads the same from an attribute with either value."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, _CONSTANTS) and type(a) is type(b) and bool(a == b))
-
-
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    return next((name for name, value in before.items() if value != now[name]), None)
-
-
-def _hooks(m: nn.Module) -> list[Any]:
-    """Those of a module, by number."""
-    return [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
-
-
-class _Users:
-    """The modules, optimizers and scalers of a step, and what of them a graph depends on."""
-
-    def __init__(self, found: Mapping[Any, Any]) -> None:
-        users = list(found.values())
-        self.clears_first = found.get("first") == "zero_grad"
-        modules = (m for user in users if isinstance(user, nn.Module) for m in user.modules())
-        self.modules = list({id(m): m for m in modules}.values())
-        self.optimizers = [user for user in users if isinstance(user, torch.optim.Optimizer)]
-        scalers = [user for user in users if isinstance(user, torch.amp.GradScaler)]
-        self.scalers = [scaler for scaler in scalers if scaler.is_enabled()]
-        self.schedulers = [user for user in users if isinstance(user, LRScheduler)]
-
-    def params(self) -> list[torch.Tensor]:
-        owned = (p for m in self.modules for p in m.parameters(recurse=False))
-        mine = (p for o in self.optimizers for g in o.param_groups for p in g["params"])
-        return list({id(p): p for p in chain(owned, mine)}.values())
-
-    def with_rates(self) -> list[dict[str, Any]]:
-        """The param groups whose lr can be written to the device."""
-        groups = [g for o in self.optimizers if isinstance(o, Optimizer) for g in o.param_groups]
-        return [g for g in groups if not (torch.is_tensor(g["lr"]) and g["lr"].is_cuda)]
-
-    def refusal(self) -> str | None:
-        """Why these cannot be captured."""
-        scales = [getattr(scaler, "_scale", None) for scaler in self.scalers]
-        cached = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()
-        kept = any(vars(m).get("_quantized_weight") is not None for m in self.modules)
-        reasons = {
-            "it calls a learning rate scheduler, which a replay would not: call it after step": (
-                self.schedulers
-            ),
-            "release_gradients=True decides on the host when a backward pass begins": any(
-                getattr(o, "_release_gradients", False) for o in self.optimizers
-            ),
-            "reuse_weights is around it: enter it inside, where its casts are captured": kept,
-            "torch.autocast is around it and keeps casts of weights: enter it inside, or with "
-            "cache_enabled=False": cached,
-            "the scale of a GradScaler is on the CPU: train with a new one, whose scale begins on "
-            "the device of the loss": any(s is not None and not s.is_cuda for s in scales),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
-
-    def _places(self) -> Iterator[tuple[str, Any]]:
-        """Dicts with attributes, and lists."""
-        for m in self.modules:
-            for entries in (vars(m), m._parameters, m._buffers, m._modules, *_hooks(m)):
-                yield type(m).__name__, entries
-        for user in (*self.optimizers, *self.scalers):
-            yield type(user).__name__, vars(user)
-        for o in self.optimizers:
-            name = type(o).__name__
-            yield from ((f"{name}.state", each) for each in (o.state, *o.state.values()))
-            yield f"{name}.param_groups", o.param_groups
-            for i, group in enumerate(o.param_groups):
-                yield f"{name}.param_groups[{i}]", group
-                yield f"{name}.param_groups[{i}]", group["params"]
-        yield from (("a parameter", vars(p)) for p in self.params())
-
-    def remember(self) -> None:
-        """What `change` compares with, such that this calls no Python for each value."""
-        rates = set(map(id, self.with_rates()))
-        places = list(self._places())
-        self._named = [
-            (f"{name}.{key}", entries, key)
-            for name, entries in places
-            if isinstance(entries, dict)
-            for key, value in entries.items()
-            if isinstance(value, (torch.Tensor, nn.Module, tuple, *_CONSTANTS))
-            and not (key in _WRITTEN or (key == "lr" and id(entries) in rates))
-        ]
-        self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
-        self._sized = [entries for _, entries in places]
-        self._sizes = list(map(len, self._sized))
-        self._lists = [g["params"] for o in self.optimizers for g in o.param_groups]
-        self._lists += [hooks for m in self.modules for hooks in _hooks(m)]
-        self._values, self._regions = self._now(), _regions()
-        self._classes = list(map(type, self.modules))
-        plain = (x for x in self._values if type(x) in (torch.Tensor, nn.Parameter))
-        self._tensors = list({id(x): x for x in plain}.values())
-        self._low = [p for p in self.params() if p.dtype in LOW_PRECISION]
-        self._memory, self._written = self._memory_now(), list(map(_version, self._low))
-
-    def _now(self) -> list[Any]:
-        unscaled = map(len, map(operator.attrgetter("_per_optimizer_states"), self.scalers))
-        values = map(dict.get, self._dicts, self._keys)
-        return [*values, *unscaled, *chain.from_iterable(self._lists)]
-
-    def _memory_now(self) -> dict[str, Any]:
-        return {
-            "the memory of a tensor": list(map(_address, self._tensors)),
-            "requires_grad": list(map(_requires_grad, self._tensors)),
-        }
-
-    def change(self) -> str | None:
-        """The name of something that is not as `remember` found it."""
-        if (regions := _regions()) != self._regions:
-            return _difference(self._regions, regions)
-        if list(map(_version, self._low)) != self._written:
-            return "a 16-bit parameter, whose master follows it in the next step,"
-        return self.own_change()
-
-    def own_change(self) -> str | None:
-        """The same, of what step itself may have changed but for the elements of tensors."""
-        sizes, values = list(map(len, self._sized)), self._now()
-        if sizes != self._sizes or list(map(type, self.modules)) != self._classes:
-            pairs = zip(self._places(), self._sizes, sizes, strict=False)
-            return next((name for (name, _), a, b in pairs if a != b), "a class")
-        if not all(map(operator.is_, values, self._values)):
-            for i, (now, before) in enumerate(zip(values, self._values, strict=True)):
-                if not _same(now, before):
-                    return (
-                        self._named[i][0] if i < len(self._named) else "unscale_, a group or a hook"
-                    )
-            self._values = values
-        memory = self._memory_now()
-        return _difference(self._memory, memory) if memory != self._memory else None
+    return [version_of(x) for x in leaves if torch.is_tensor(x) and not x.is_inference()]
 
 
 class _Graph:
@@ -420,7 +218,7 @@ class _Graph:
         step: Callable[..., Any],
         inputs: _Inputs,
         leaves: list[Any],
-        users: _Users,
+        users: Users,
         stream: torch.cuda.Stream,
     ) -> None:
         if (reason := users.refusal()) is not None:
@@ -433,7 +231,7 @@ class _Graph:
             torch.full((), lr, dtype=torch.float64, device=inputs.device) for lr in self._lrs
         ]
         self._params = users.params()
-        before = list(map(_grad, self._params))
+        before = list(map(gradient_of, self._params))
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as those that pin memory, go on.
         capture = torch.cuda.graph(self._graph, None, stream, "thread_local")
@@ -455,7 +253,7 @@ class _Graph:
         self._outputs, self._spec = pytree.tree_flatten(detached)
         self._is_one = isinstance(result, torch.Tensor)
         # What `grad` is after a replay, and must be before it, where step has not replaced it.
-        self._grads = list(map(_grad, self._params))
+        self._grads = list(map(gradient_of, self._params))
         pairs = list(zip(before, self._grads, strict=True))
         is_replaced = [b is not a and b is not None and a is not None for b, a in pairs]
         self._is_read = [not (new and users.clears_first) for new in is_replaced]
@@ -490,7 +288,7 @@ class _Graph:
                 group["lr"] = lr
 
     def grads_are_known(self) -> bool:
-        now = compress(map(_grad, self._params), self._is_read)
+        now = compress(map(gradient_of, self._params), self._is_read)
         return all(map(operator.is_, now, self._before))
 
     def replay(self, leaves: list[Any]) -> Any:
@@ -506,7 +304,7 @@ class _Graph:
         self._graph.replay()
         for entries, name, value in self._left:
             entries[name] = value
-        if not all(map(operator.is_, map(_grad, self._params), self._grads)):
+        if not all(map(operator.is_, map(gradient_of, self._params), self._grads)):
             for p, grad in zip(self._params, self._grads, strict=True):
                 p.grad = grad
         for scaler in self._scalers:
