@@ -80,7 +80,8 @@ using LayerResults =
     std::tuple<Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor,
                MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
 
-// A Device is made of `choice`, which says how it multiplies, and has
+// A Device is made of `choice`, which says how it multiplies, and of `offs`, with which the rows
+// are those of groups, each with a weight of its own. It has
 //   CastOperand cast(t [R, C], how, own_t, const Delayed*, seed)
 //   Tensor multiply(Read a, Read b, ScalarType, bias, product)          a @ b^T + bias
 //   void accumulate(acc, Read a, Read b)                                acc += a @ b^T
@@ -93,11 +94,12 @@ struct LayerPass {
   LayerCall call;
 
   // y [M, N] = x [M, K] @ weight [N, K]^T + bias. x, weight: to be cast, or cast, with scale_inv.
+  // Of groups, weight is [E, N, K], and so are its gradient and main_grad.
   LayerResults forward(Stored x, Stored w, const MaybeTensor& bias, const MaybeTensor& scale,
                        const MaybeTensor& amax, bool use_x_t, bool use_w_t, ScalarType out_type) {
     RoleCast how_x = call.role(Role::x), how_w = call.role(Role::w);
-    STD_TORCH_CHECK(x.data->dim() == 2 && w.data->dim() == 2,
-                    "linear: x must be [M, K], weight [N, K]");
+    STD_TORCH_CHECK(x.data->dim() == 2 && w.data->dim() == (device.offs ? 3 : 2),
+                    "linear: x must be [M, K], weight [N, K], or of groups [E, N, K]");
     Delayed delayed = {scale, amax, 0};
     // A tensor that is not cast is the caller's: an op may not return its arguments.
     CastOperand of_x = {}, of_w = {};
@@ -175,8 +177,8 @@ LayerResults linear_forward(Tensor x, MaybeTensor x_scale_inv, MaybeTensor x_ten
                             Tensor weight, MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv,
                             MaybeTensor bias, MaybeTensor scale, MaybeTensor amax, int64_t recipe,
                             int64_t choice, bool k_major, bool use_x_t, bool use_w_t,
-                            ScalarType out_type) {
-  LayerPass<Device> pass = {{choice}, {recipe, k_major}};
+                            ScalarType out_type, MaybeTensor offs) {
+  LayerPass<Device> pass = {{choice, offs}, {recipe, k_major}};
   return pass.forward({x, x_scale_inv, x_tensor_scale_inv},
                       {weight, w_scale_inv, w_tensor_scale_inv}, bias, scale, amax, use_x_t,
                       use_w_t, out_type);
@@ -188,8 +190,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor> linear_backward(
     MaybeTensor w_scale_inv, MaybeTensor w_tensor_scale_inv, MaybeTensor main_grad,
     MaybeTensor scale, MaybeTensor amax, MaybeTensor seed, int64_t recipe, int64_t choice,
     bool k_major, ScalarType x_type, ScalarType w_type, std::optional<ScalarType> bias_type,
-    bool by_columns) {
-  LayerPass<Device> pass = {{choice}, {recipe, k_major}};
+    bool by_columns, MaybeTensor offs) {
+  LayerPass<Device> pass = {{choice, offs}, {recipe, k_major}};
   return pass.backward(g, {x, x_scale_inv, x_tensor_scale_inv},
                        {w, w_scale_inv, w_tensor_scale_inv}, main_grad, scale, amax, seed, x_type,
                        w_type, bias_type, by_columns);

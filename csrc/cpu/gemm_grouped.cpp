@@ -1,19 +1,13 @@
 // gemm_grouped and gemm_grouped_accumulate_: the products of all groups in one call. A group with
 // much work runs on all threads, small ones side by side. S is the rows of a [S, K] beside b [E, K,
 // N], and the K of a [M, S] beside b [S, N].
+#include "cpu/gemm_grouped.h"
+
 #include <cstring>
 
 #include "cpu/gemm_multiply.h"
 
 namespace mixprec::cpu {
-
-namespace {
-
-constexpr int64_t kPackedBytesOfThread = 1 << 20;  // of b at a time, where each thread has its own
-
-struct Group {
-  int64_t index, begin, size;  // size: along S
-};
 
 std::vector<Group> groups_of(const Tensor& offs, int64_t s, const char* op) {
   STD_TORCH_CHECK(offs.dim() == 1 && offs.scalar_type() == ScalarType::Int && on_cpu(offs), op,
@@ -29,6 +23,10 @@ std::vector<Group> groups_of(const Tensor& offs, int64_t s, const char* op) {
   }
   return groups;
 }
+
+namespace {
+
+constexpr int64_t kPackedBytesOfThread = 1 << 20;  // of b at a time, where each thread has its own
 
 // A valid form of a tensor of scales: its number of dimensions (of 3, the first is the group's),
 // which of them is along rows (of a; columns of b) and which along K, which of the two runs along S
@@ -108,32 +106,26 @@ void for_groups(const std::vector<Group>& groups, const Work& work, const Run& r
   });
 }
 
-// The arguments of both ops, checked.
+// Both operands, checked.
 struct Grouped {
   bool by_rows;
   Matrix a, b;  // of the first group, or all of S
   int64_t b_stride, k, n, m;
-  std::vector<Group> groups;
+  const std::vector<Group>& groups;
   GroupScales a_scales, b_scales;
 
-  Grouped(const Tensor& x, const Tensor& y, const MaybeTensor& x_scale_inv,
-          const MaybeTensor& y_scale_inv, const Tensor& offs, const char* op)
-      : by_rows(check(x, y, offs, op)),
-        a(matrix_of(x, 0, 1)),
-        b(matrix_of(y, y.dim() - 1, y.dim() - 2)),
-        b_stride(by_rows ? y.stride(0) : 0),
-        k(x.size(1)),
+  Grouped(const GroupedSide& x, const GroupedSide& y, const std::vector<Group>& groups,
+          const char* op)
+      : by_rows(check(x, y, groups, op)),
+        a(matrix(x)),
+        b(matrix(y)),
+        b_stride(by_rows ? y.data.stride(0) : 0),
+        k(x.data.size(x.k_dim())),
         n(b.rows),
         m(a.rows),
-        groups(groups_of(offs, by_rows ? m : k, op)),
-        a_scales(x_scale_inv,
-                 by_rows ? Forms{{2, 0, 1, 0, m, ceil_div(k, kChunk)}}
-                         : Forms{{2, 0, 1, 1, m, ceil_div(k, kChunk)}, {3, 1, 2, -1, m, 1}},
-                 offs.numel(), op, "a_scale_inv"),
-        b_scales(y_scale_inv,
-                 by_rows ? Forms{{3, 2, 1, -1, n, ceil_div(k, kChunk)}}
-                         : Forms{{2, 1, 0, 0, n, ceil_div(k, kChunk)}, {3, 2, 1, -1, n, 1}},
-                 offs.numel(), op, "b_scale_inv") {
+        groups(groups),
+        a_scales(x.scale_inv, forms(x, true), size(groups), op, "a_scale_inv"),
+        b_scales(y.scale_inv, forms(y, false), size(groups), op, "b_scale_inv") {
     for (const Group& group : groups) {
       STD_TORCH_CHECK(group.size == 0 || group.begin % kChunk == 0 ||
                           !(a_scales.along_s() || b_scales.along_s()),
@@ -141,13 +133,35 @@ struct Grouped {
     }
   }
 
-  static bool check(const Tensor& x, const Tensor& y, const Tensor& offs, const char* op) {
-    STD_TORCH_CHECK(x.dim() == 2 && (y.dim() == 2 || y.dim() == 3), op,
+  static int64_t size(const std::vector<Group>& groups) {
+    return static_cast<int64_t>(groups.size());
+  }
+  static Matrix matrix(const GroupedSide& s) { return matrix_of(s.data, s.rows_dim(), s.k_dim()); }
+
+  static bool check(const GroupedSide& x, const GroupedSide& y, const std::vector<Group>& groups,
+                    const char* op) {
+    int64_t dims = y.data.dim();
+    STD_TORCH_CHECK(x.data.dim() == 2 && (dims == 2 || dims == 3), op,
                     ": a must be [S, K] or [M, S], b [E, K, N] or [S, N]");
-    STD_TORCH_CHECK(x.sizes()[1] == y.sizes()[y.dim() - 2], op, ": a and b must agree in K or S");
-    check_devices_and_dtypes(x, y, op);
-    STD_TORCH_CHECK(y.dim() == 2 || offs.numel() == y.sizes()[0], op, ": offs must be [E]");
-    return y.dim() == 3;
+    STD_TORCH_CHECK(x.data.size(x.k_dim()) == y.data.size(y.k_dim()), op,
+                    ": a and b must agree in K or S");
+    check_devices_and_dtypes(x.data, y.data, op);
+    STD_TORCH_CHECK(dims == 2 || size(groups) == y.data.size(0), op, ": offs must be [E]");
+    int64_t s = dims == 2 ? x.data.size(x.k_dim()) : x.data.size(x.rows_dim());
+    STD_TORCH_CHECK(groups.empty() || groups.back().begin + groups.back().size <= s, op,
+                    ": offs must end within S");
+    return dims == 3;
+  }
+
+  // The valid forms of the scales of an operand.
+  std::vector<ScaleForm> forms(const GroupedSide& side, bool is_a) const {
+    int rows = side.transposed ? 1 : 0, along = 1 - rows;
+    int64_t count = is_a ? m : n, chunks = ceil_div(k, kChunk);
+    ScaleForm per_group = {3, 1 + rows, 1 + along, -1, count, 1};
+    if (!by_rows) return {{2, rows, along, along, count, chunks}, per_group};
+    if (is_a) return {{2, rows, along, rows, count, chunks}, per_group};
+    per_group.chunks = chunks;
+    return {per_group};
   }
 
   // The estimated time of a group: arithmetic, packing of b and of a, storing.
@@ -179,22 +193,17 @@ struct Grouped {
     };
     for_groups(groups, [&](const Group& group) { return work(group); }, run);
   }
-
-  using Forms = std::vector<ScaleForm>;
 };
 
 }  // namespace
 
-// a [S, K], b [E, K, N] -> [S, N]; a [M, S], b [S, N] -> [E, M, N]; offs [E]: the ends of the
-// groups along S. Scales: see mixprec/ops/gemm_grouped.py.
-Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
-                    Tensor offs, ScalarType out_type, bool /*fast_accum*/) {
-  const char* op = "gemm_grouped";
-  Grouped all(a, b, a_scale_inv, b_scale_inv, offs, op);
-  Dtype out_dtype = float_dtype(out_type, "gemm_grouped: out_dtype");
-  int64_t experts = offs.numel(), m = all.m, n = all.n;
+Tensor grouped_product(const GroupedSide& a, const GroupedSide& b, const std::vector<Group>& groups,
+                       ScalarType out_type, const char* op) {
+  Grouped all(a, b, groups, op);
+  Dtype out_dtype = float_dtype(out_type, std::string(op) + ": out_dtype");
+  int64_t m = all.m, n = all.n;
   std::vector<int64_t> shape{m, n};
-  if (!all.by_rows) shape.insert(shape.begin(), experts);
+  if (!all.by_rows) shape.insert(shape.begin(), all.size(groups));
   Tensor out = empty(shape, out_type);
   if (out.numel() == 0) return out;
   void* data = out.mutable_data_ptr();
@@ -204,19 +213,18 @@ Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_s
     return Result{out_dtype, to, n, 1, false, nullptr};
   });
   if (all.by_rows) {
-    int64_t end = experts == 0 ? 0 : all.groups.back().begin + all.groups.back().size;
+    int64_t end = groups.empty() ? 0 : groups.back().begin + groups.back().size;
     std::memset(at(data, out_dtype, end * n), 0, (m - end) * n * element_size(out_dtype));
   }
   return out;
 }
 
-// acc [E, M, N] fp32 += a [M, S] @ b [S, N] of each group along S
-void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
-                              MaybeTensor b_scale_inv, Tensor offs) {
-  const char* op = "gemm_grouped_accumulate_";
-  Grouped all(a, b, a_scale_inv, b_scale_inv, offs, op);
+void add_grouped_product(const Tensor& acc, const GroupedSide& a, const GroupedSide& b,
+                         const std::vector<Group>& groups, const char* op) {
+  Grouped all(a, b, groups, op);
   STD_TORCH_CHECK(!all.by_rows, op, ": b must be [S, N]");
-  check_accumulator(acc, {offs.numel(), all.m, all.n}, a, b, a_scale_inv, b_scale_inv, op);
+  check_accumulator(acc, {all.size(groups), all.m, all.n}, a.data, b.data, a.scale_inv, b.scale_inv,
+                    op);
   if (acc.numel() == 0) return;
   char* data = static_cast<char*>(acc.mutable_data_ptr());
   auto stride = acc.strides();
@@ -224,6 +232,37 @@ void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scal
     char* to = at(data, Dtype::f32, group.index * stride[0]);
     return Result{Dtype::f32, to, stride[1], stride[2], true, nullptr};
   });
+}
+
+namespace {
+
+// The ends of groups along the rows of a, beside b [E, K, N], or along the columns of a.
+std::vector<Group> groups_beside(const Tensor& a, const Tensor& b, const Tensor& offs,
+                                 const char* op) {
+  STD_TORCH_CHECK(a.dim() == 2, op, ": a must be [S, K] or [M, S]");
+  return groups_of(offs, a.size(b.dim() == 3 ? 0 : 1), op);
+}
+
+}  // namespace
+
+// a [S, K], b [E, K, N] -> [S, N]; a [M, S], b [S, N] -> [E, M, N]; offs [E]: the ends of the
+// groups along S. Scales: see mixprec/ops/gemm_grouped.py.
+Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
+                    Tensor offs, ScalarType out_type, bool /*fast_accum*/) {
+  const char* op = "gemm_grouped";
+  STD_TORCH_CHECK(
+      b.dim() == 2 || !a_scale_inv || a_scale_inv->dim() < 3 || a_scale_inv->numel() == 1, op,
+      ": a_scale_inv must be [S, 1] or [S, ceil(K/128)]");
+  return grouped_product({a, a_scale_inv, false}, {b, b_scale_inv, true},
+                         groups_beside(a, b, offs, op), out_type, op);
+}
+
+// acc [E, M, N] fp32 += a [M, S] @ b [S, N] of each group along S
+void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
+                              MaybeTensor b_scale_inv, Tensor offs) {
+  const char* op = "gemm_grouped_accumulate_";
+  add_grouped_product(acc, {a, a_scale_inv, false}, {b, b_scale_inv, true},
+                      groups_beside(a, b, offs, op), op);
 }
 
 }  // namespace mixprec::cpu

@@ -1,7 +1,7 @@
 // linear_forward and linear_backward on the CPU. What they compute is what quantize, quantize_mx
-// and gemm compute one after the other.
+// and gemm compute one after the other; with groups, what functional/_grouped_linear.py computes.
 #include "cpu/gemm.h"
-#include "cpu/quantize.h"
+#include "cpu/grouped_casts.h"
 #include "layer.h"
 
 namespace mixprec::cpu {
@@ -34,10 +34,21 @@ const Tensor& whole(const Tensor& t) {
 
 // How many elements a row of codes has, with the one that fills up an odd number of half bytes.
 int64_t columns_of(const Read& r) {
-  return r.stored.data->size(1) * (2 / block_bytes(r.how.format, 2));
+  const Tensor& codes = *r.stored.data;
+  return codes.size(codes.dim() - 1) * (2 / block_bytes(r.how.format, 2));
 }
 
-// The two sides of a @ b^T, and what keeps their memory. Block formats are decoded to bf16.
+// Block formats decoded to bf16.
+Stored decoded(const Read& r, const Read& other) {
+  if (r.how.grain != Grain::mx) return r.stored;
+  int64_t columns = std::min(columns_of(r), columns_of(other));
+  return {dequantize_mx(*r.stored.data, *r.stored.scale_inv, std::nullopt, name_of(r.how.format),
+                        columns, ScalarType::BFloat16),
+          r.stored.tensor_scale_inv,
+          {}};
+}
+
+// The two sides of a @ b^T, and what keeps their memory.
 struct Sides {
   Stored stored_a, stored_b;
   Side a, b;
@@ -48,14 +59,6 @@ struct Sides {
     Matrix matrix = matrix_of(whole(*m.data), rows_dim, k_dim);
     return {matrix, scales_of(m.scale_inv, matrix.rows, m.data->size(k_dim),
                               static_cast<int>(rows_dim), kOp, name)};
-  }
-  static Stored decoded(const Read& r, const Read& other) {
-    if (r.how.grain != Grain::mx) return r.stored;
-    int64_t columns = std::min(columns_of(r), columns_of(other));
-    return {dequantize_mx(*r.stored.data, *r.stored.scale_inv, std::nullopt, name_of(r.how.format),
-                          columns, ScalarType::BFloat16),
-            r.stored.tensor_scale_inv,
-            {}};
   }
   Sides(const Read& of_a, const Read& of_b)
       : stored_a(decoded(of_a, of_b)),
@@ -69,13 +72,27 @@ struct Sides {
   }
 };
 
+// Those of the products of groups.
+struct GroupedSides {
+  Stored stored_a, stored_b;
+  GroupedSide a, b;
+
+  GroupedSides(const Read& of_a, const Read& of_b)
+      : stored_a(decoded(of_a, of_b)),
+        stored_b(decoded(of_b, of_a)),
+        a{whole(*stored_a.data), stored_a.scale_inv, of_a.transposed},
+        b{whole(*stored_b.data), stored_b.scale_inv, of_b.transposed} {}
+};
+
 struct CpuLayer {
   int64_t choice;  // a CPU has one kernel
+  MaybeTensor offs;
 
   CastOperand cast(const Tensor& t, const RoleCast& how, bool own_t, const Delayed* delayed,
                    const MaybeTensor& seed) const {
     whole(t);
     if (how.grain == Grain::none) return {{torch::stable::to(t, how.type), {}, {}}, {}};
+    if (offs) return cast_of_groups(t, how, own_t, delayed, seed);
     if (how.grain == Grain::mx) {
       auto [data, data_t, scale, scale_t, tensor, amax] =
           quantize_mx(t, name_of(how.format), name_of(how.mode), own_t, seed, false, false);
@@ -85,10 +102,8 @@ struct CpuLayer {
       if (own_t) out.own_t = {data_t, scale_t, tensor_scale};
       return out;
     }
-    constexpr Blocks blocks[] = {{0, 0}, {0, 0}, {1, 0}, {1, kBlock}, {kBlock, kBlock}};
     float given = delayed == nullptr ? 0.0f : scale_of(*delayed);
-    CastMatrix c = cast_matrix(t, how.type, given, own_t, blocks[static_cast<int>(how.grain)],
-                               how.power_of_two);
+    CastMatrix c = cast_matrix(t, how.type, given, own_t, blocks_of(how), how.power_of_two);
     if (delayed != nullptr) record(delayed->amax, c.amax);
     CastOperand out = {{c.data, c.scale_inv, {}}, {}};
     if (own_t) out.own_t = {c.data_t, c.scale_inv_t, {}};
@@ -96,10 +111,18 @@ struct CpuLayer {
   }
   Tensor multiply(const Read& a, const Read& b, ScalarType type, const MaybeTensor& bias,
                   int /*product*/) const {
+    if (offs) {
+      GroupedSides s(a, b);
+      return grouped_product(s.a, s.b, groups_of_product(a, b), type, kOp);
+    }
     Sides s(a, b);
     return product(s.a, s.b, s.k, {s.a.matrix.rows, s.b.matrix.rows}, type, bias, kOp);
   }
   void accumulate(const Tensor& acc, const Read& a, const Read& b) const {
+    if (offs) {
+      GroupedSides s(a, b);
+      return add_grouped_product(acc, s.a, s.b, groups_of_product(a, b), kOp);
+    }
     Sides s(a, b);
     check_accumulator(acc, {s.a.matrix.rows, s.b.matrix.rows}, *s.stored_a.data, *s.stored_b.data,
                       {}, {}, kOp);
@@ -115,6 +138,34 @@ struct CpuLayer {
   }
 
  private:
+  // The groups of a product; those of grad_weight are along what `cast_groups` made.
+  std::vector<Group> groups_of_product(const Read& a, const Read& b) const {
+    bool along_k = b.stored.data->dim() == 2;
+    int64_t s = a.stored.data->size(along_k && !a.transposed ? 1 : 0);
+    std::vector<Group> groups = groups_of(whole(*offs), s, kOp);
+    return along_k && lies_apart(a.how) ? apart(std::move(groups)) : groups;
+  }
+  CastOperand cast_of_groups(const Tensor& t, const RoleCast& how, bool own_t,
+                             const Delayed* delayed, const MaybeTensor& seed) const {
+    Tensor x = row_major(t);
+    std::vector<Group> groups;
+    if (x.dim() == 2) groups = groups_of(whole(*offs), x.size(0), kOp);
+    for (int64_t e = 0; x.dim() == 3 && e < x.size(0); ++e) {
+      groups.push_back({e, e * x.size(1), x.size(1)});
+    }
+    GroupCast cast = {how, own_t, delayed != nullptr && delayed->scale, 0.0f, nullptr};
+    if (cast.is_shared) cast.given = scale_of(*delayed);
+    if (seed) {
+      STD_TORCH_CHECK(seed->scalar_type() == ScalarType::Long && on_cpu(*seed) &&
+                          seed->is_contiguous() && seed->numel() == (own_t ? 2 : 1),
+                      kOp, ": seed must be int64, one number for each cast");
+      cast.seeds = static_cast<const int64_t*>(seed->const_data_ptr());
+    }
+    float amax = 0.0f;
+    CastOperand out = cast_groups(x, groups, cast, amax);
+    if (cast.is_shared) record(delayed->amax, amax);
+    return out;
+  }
   static float scale_of(const Delayed& d) {
     if (!d.scale.has_value()) return 0.0f;
     STD_TORCH_CHECK(d.scale->scalar_type() == ScalarType::Float && d.scale->numel() == 2 &&

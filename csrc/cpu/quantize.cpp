@@ -9,11 +9,10 @@ namespace mixprec::cpu {
 
 namespace {
 
-uint32_t amax_bits(const Tensor& x, Dtype dtype) {
+uint32_t amax_bits(const void* x, Dtype dtype, int64_t n) {
   std::atomic<uint32_t> largest{0};
-  const void* data = x.const_data_ptr();
-  for_ranges(x.numel(), kPiece, [&](int64_t i, int64_t count) {
-    raise_to(largest, loops().amax(dtype, at(data, dtype, i), count));
+  for_ranges(n, kPiece, [&](int64_t i, int64_t count) {
+    raise_to(largest, loops().amax(dtype, at(x, dtype, i), count));
   });
   return largest;
 }
@@ -25,6 +24,35 @@ constexpr int64_t kHalf = 64;  // rows per call of the loops with a transpose
 
 float scale_of(const BlockCast& c, uint32_t amax) {
   return scale_from_amax(bits_float(amax), format_max(c.to), 1.0f, c.power_of_two, 1.0f);
+}
+
+// All of x with one scale.
+uint32_t as_one(const BlockCast& c, void* q, float* scale_inv, void* q_t) {
+  int64_t n = c.rows * c.cols;
+  float scale = c.given;
+  if (scale == 0.0f) {  // not given, or not initialised yet
+    scale = is_fp8(c.to) ? scale_of(c, amax_bits(c.x, c.from, n)) : 1.0f;
+  } else {
+    scale = checked_scale(scale);
+  }
+  std::atomic<uint32_t> largest{0};
+  if (c.transpose) {
+    // kHalf rows: full cache lines of each row of the transpose
+    for_each(ceil_div(c.rows, kHalf), kHalf * c.cols, [&](int64_t i) {
+      int64_t row = i * kHalf, first = row * c.cols;
+      raise_to(largest,
+               loops().quantize_transpose(c.from, c.to, at(c.x, c.from, first), scale,
+                                          at(q, c.to, first), at(q_t, c.to, row),
+                                          std::min(kHalf, c.rows - row), c.cols, c.cols, c.ld_t));
+    });
+  } else {
+    for_ranges(n, kPiece, [&](int64_t i, int64_t count) {
+      raise_to(largest,
+               loops().quantize(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i), count));
+    });
+  }
+  *scale_inv = 1.0f / scale;
+  return largest;
 }
 
 // f(band) for bands of 128 rows or columns on all threads.
@@ -53,7 +81,7 @@ uint32_t by_rows(const BlockCast& c, int64_t width, void* q, float* scale_inv) {
 
 uint32_t by_squares(const BlockCast& c, void* q, float* scale_inv, void* q_t, float* scale_inv_t) {
   std::atomic<uint32_t> largest{0};
-  int64_t down = ceil_div(c.rows, kBlock), across = ceil_div(c.cols, kBlock);
+  int64_t down = ceil_div(c.ld_t, kBlock), across = ceil_div(c.cols, kBlock);
   for_bands(c.rows, c.cols, [&](int64_t band) {
     int64_t row = band * kBlock, height = std::min(kBlock, c.rows - row);
     for (int64_t b = 0; b < across; ++b) {
@@ -69,8 +97,8 @@ uint32_t by_squares(const BlockCast& c, void* q, float* scale_inv, void* q_t, fl
         int64_t i = r * c.cols + col;
         if (c.transpose) {
           loops().quantize_transpose(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i),
-                                     at(q_t, c.to, col * c.rows + r),
-                                     std::min(kHalf, row + height - r), n, c.cols, c.rows);
+                                     at(q_t, c.to, col * c.ld_t + r),
+                                     std::min(kHalf, row + height - r), n, c.cols, c.ld_t);
         } else {
           loops().quantize(c.from, c.to, at(c.x, c.from, i), scale, at(q, c.to, i), n);
         }
@@ -94,22 +122,23 @@ void cast_columns(const BlockCast& c, const uint32_t* amax, void* q_t, float* sc
   }
   for (int64_t r = row; r < row + height; r += kHalf) {
     loops().quantize_columns(c.from, c.to, at(c.x, c.from, r * c.cols + col), scale,
-                             at(q_t, c.to, col * c.rows + r), std::min(kHalf, row + height - r), n,
-                             c.cols, c.rows, !is_nonfinite_bits(most));
+                             at(q_t, c.to, col * c.ld_t + r), std::min(kHalf, row + height - r), n,
+                             c.cols, c.ld_t, !is_nonfinite_bits(most));
   }
 }
 
-// x^T with a scale per `length` elements of a row, which are rows of one column of x. Processed
-// down the columns, so that each row of q_t is written from left to right.
-void by_columns(const BlockCast& c, int64_t length, void* q_t, float* scale_inv_t) {
-  int64_t down = length == c.rows ? 1 : ceil_div(c.rows, length);
+// x^T with a scale per row, or per 128 elements of a row, which are rows of one column of x.
+// Processed down the columns, so that each row of q_t is written from left to right.
+void by_columns(const BlockCast& c, bool per_row, void* q_t, float* scale_inv_t) {
+  int64_t length = per_row ? c.rows : kBlock, down = per_row ? 1 : ceil_div(c.rows, kBlock);
+  int64_t step = per_row ? 1 : ceil_div(c.ld_t, kBlock);
   for_bands(c.cols, c.rows, [&](int64_t band) {
     int64_t col = band * kBlock, n = std::min(kBlock, c.cols - col);
     for (int64_t b = 0; b < down; ++b) {
       int64_t row = b * length, height = std::min(length, c.rows - row);
       uint32_t amax[kBlock] = {};
       loops().amax_columns(c.from, at(c.x, c.from, row * c.cols + col), height, n, c.cols, amax);
-      cast_columns(c, amax, q_t, scale_inv_t + col * down + b, down, row, height, col, n);
+      cast_columns(c, amax, q_t, scale_inv_t + col * step + b, step, row, height, col, n);
     }
   });
 }
@@ -118,16 +147,18 @@ void by_columns(const BlockCast& c, int64_t length, void* q_t, float* scale_inv_
 
 uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q, float* scale_inv,
                             void* q_t, float* scale_inv_t) {
+  if (blocks.rows == 0) return as_one(cast, q, scale_inv, q_t);
   if (blocks.rows == kBlock) return by_squares(cast, q, scale_inv, q_t, scale_inv_t);
   bool per_row = blocks.cols == 0;
-  if (cast.transpose) by_columns(cast, per_row ? cast.rows : kBlock, q_t, scale_inv_t);
+  if (cast.transpose) by_columns(cast, per_row, q_t, scale_inv_t);
   return by_rows(cast, per_row ? cast.cols : kBlock, q, scale_inv);
 }
 
 // x: any shape, fp32/bf16/fp16 -> fp32 []
 Tensor amax(Tensor x) {
   Dtype dtype = float_dtype(x, "amax: x");
-  return empty_scalar(bits_float(amax_bits(dense(x), dtype)));
+  x = dense(x);
+  return empty_scalar(bits_float(amax_bits(x.const_data_ptr(), dtype, x.numel())));
 }
 
 CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, const Blocks& blocks,
@@ -135,46 +166,16 @@ CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, c
   Dtype from = dtype_of(x, "quantize: x"), to = dtype_of(type, "quantize");
   x = row_major(x);
   auto [rows, cols] = as_matrix(x);
-  const void* src = x.const_data_ptr();
-  CastMatrix out = {empty(x.sizes(), type), {}, {}, {}, 0.0f};
+  bool whole = blocks.rows == 0;
+  Tensor scale_inv = whole ? empty({}, ScalarType::Float) : scales_of(blocks, rows, cols);
+  CastMatrix out = {empty(x.sizes(), type), {}, scale_inv, {}, 0.0f};
   if (transpose) out.data_t = empty({cols, rows}, type);
-  void* dst = out.data.mutable_data_ptr();
-  void* dst_t = transpose ? out.data_t->mutable_data_ptr() : nullptr;
-  if (blocks.rows != 0) {
-    BlockCast cast = {from, to, src, rows, cols, transpose, power_of_two_scale};
-    out.scale_inv = scales_of(blocks, rows, cols);
-    if (transpose) out.scale_inv_t = scales_of(blocks, cols, rows);
-    float* scale_inv_t = transpose ? fp32_of(*out.scale_inv_t) : nullptr;
-    uint32_t largest =
-        quantize_by_blocks(cast, blocks, dst, fp32_of(*out.scale_inv), dst_t, scale_inv_t);
-    out.amax = bits_float(largest);
-    return out;
-  }
-
-  float s = given;
-  if (s == 0.0f) {  // not given, or not initialised yet
-    s = is_fp8(to) ? scale_from_amax(bits_float(amax_bits(x, from)), format_max(to), 1.0f,
-                                     power_of_two_scale, 1.0f)
-                   : 1.0f;
-  } else {
-    s = checked_scale(s);
-  }
-  std::atomic<uint32_t> largest{0};
-  if (transpose) {
-    constexpr int64_t band = 64;  // rows: full cache lines of each row of the transpose
-    for_each(ceil_div(rows, band), band * cols, [&](int64_t i) {
-      int64_t row = i * band, n = std::min(band, rows - row);
-      raise_to(largest, loops().quantize_transpose(from, to, at(src, from, row * cols), s,
-                                                   at(dst, to, row * cols), at(dst_t, to, row), n,
-                                                   cols, cols, rows));
-    });
-  } else {
-    for_ranges(x.numel(), kPiece, [&](int64_t i, int64_t count) {
-      raise_to(largest, loops().quantize(from, to, at(src, from, i), s, at(dst, to, i), count));
-    });
-  }
-  out.scale_inv = empty_scalar(1.0f / s);
-  out.amax = bits_float(largest);
+  if (transpose && !whole) out.scale_inv_t = scales_of(blocks, cols, rows);
+  BlockCast cast = {from, to, x.const_data_ptr(), rows, cols, transpose, power_of_two_scale, given};
+  out.amax =
+      bits_float(quantize_by_blocks(cast, blocks, out.data.mutable_data_ptr(), fp32_of(scale_inv),
+                                    transpose ? out.data_t->mutable_data_ptr() : nullptr,
+                                    out.scale_inv_t ? fp32_of(*out.scale_inv_t) : nullptr));
   return out;
 }
 

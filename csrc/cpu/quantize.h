@@ -41,6 +41,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(
 Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
                      int64_t columns, ScalarType type);
 
+// x [rows, cols], row-major, in a block format; returns its amax as bits.
+uint32_t mx_by_rows(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows,
+                    int64_t cols, const Tensor& q, const Tensor& scale_inv);
+
+// Its transpose, at the element `first`, where a block begins, of rows of `ld` elements.
+void mx_by_columns(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows,
+                   int64_t cols, uint8_t* q, uint8_t* scale_inv, int64_t ld, int64_t first);
+
 struct CastMatrix {
   Tensor data;  // of x's shape
   MaybeTensor data_t, scale_inv, scale_inv_t;
@@ -56,6 +64,8 @@ struct BlockCast {
   const void* x;  // [rows, cols], row-major
   int64_t rows, cols;
   bool transpose, power_of_two;
+  float given = 0.0f;   // the scale of the whole tensor; 0: that of its amax
+  int64_t ld_t = rows;  // elements from a row of the transpose to the next
 };
 
 inline void raise_to(std::atomic<uint32_t>& largest, uint32_t value) {
@@ -65,7 +75,8 @@ inline void raise_to(std::atomic<uint32_t>& largest, uint32_t value) {
 }
 
 // q [rows, cols] with scale_inv, and, if cast.transpose, x^T quantized with scales of its own rows
-// or blocks: q_t [cols, rows] with scale_inv_t. Returns the amax of x as bits.
+// or blocks: q_t [cols, rows] with scale_inv_t; with the one scale of the whole, that is null.
+// Returns the amax of x as bits.
 uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q, float* scale_inv,
                             void* q_t, float* scale_inv_t);
 

@@ -21,38 +21,6 @@ void for_pieces_of_rows(int64_t rows, int64_t cols, const F& f) {
 
 int64_t in_whole_blocks(BlockFormat f, int64_t k) { return blocks_of(f, k) * block_size(f); }
 
-// x [rows, cols], row-major; returns its amax as bits.
-uint32_t by_rows(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols,
-                 const Tensor& q, const Tensor& scale_inv) {
-  std::atomic<uint32_t> largest{0};
-  BlockFormat f = rule.format;
-  for_pieces_of_rows(rows, cols, [&](int64_t row, int64_t col, int64_t count) {
-    raise_to(largest, loops().quantize_mx(
-                          dtype, rule, at(x, dtype, row * cols + col), count,
-                          row * in_whole_blocks(f, cols) + col,
-                          bytes_of(q) + row * block_bytes(f, cols) + block_bytes(f, col),
-                          bytes_of(scale_inv) + row * blocks_of(f, cols) + blocks_of(f, col)));
-  });
-  return largest;
-}
-
-// Of the transpose. Down the columns, so that each row of the results is written from left to
-// right.
-void by_columns(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows, int64_t cols,
-                const Tensor& q, const Tensor& scale_inv) {
-  BlockFormat f = rule.format;
-  int64_t ld_q = block_bytes(f, rows), ld_scale = blocks_of(f, rows);
-  int64_t ld_element = in_whole_blocks(f, rows), down = ceil_div(rows, kRows);
-  for_each(ceil_div(cols, kCols) * down, kPiece, [&](int64_t i) {
-    int64_t col = i / down * kCols, row = i % down * kRows;
-    loops().quantize_mx_columns(dtype, rule, at(x, dtype, row * cols + col), cols,
-                                std::min(kRows, rows - row), std::min(kCols, cols - col),
-                                col * ld_element + row, ld_element,
-                                bytes_of(q) + col * ld_q + block_bytes(f, row), ld_q,
-                                bytes_of(scale_inv) + col * ld_scale + blocks_of(f, row), ld_scale);
-  });
-}
-
 // Scales [rows, blocks] in the swizzled layout. A copy: it is for GPUs, and here small beside x.
 Tensor swizzled_copy(const Tensor& scales) {
   int64_t rows = scales.size(0), blocks = scales.size(1);
@@ -66,6 +34,36 @@ Tensor swizzled_copy(const Tensor& scales) {
 }
 
 }  // namespace
+
+uint32_t mx_by_rows(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows,
+                    int64_t cols, const Tensor& q, const Tensor& scale_inv) {
+  std::atomic<uint32_t> largest{0};
+  BlockFormat f = rule.format;
+  for_pieces_of_rows(rows, cols, [&](int64_t row, int64_t col, int64_t count) {
+    raise_to(largest, loops().quantize_mx(
+                          dtype, rule, at(x, dtype, row * cols + col), count,
+                          row * in_whole_blocks(f, cols) + col,
+                          bytes_of(q) + row * block_bytes(f, cols) + block_bytes(f, col),
+                          bytes_of(scale_inv) + row * blocks_of(f, cols) + blocks_of(f, col)));
+  });
+  return largest;
+}
+
+// Down the columns, so that each row of the results is written from left to right.
+void mx_by_columns(Dtype dtype, const BlockCastRule& rule, const void* x, int64_t rows,
+                   int64_t cols, uint8_t* q, uint8_t* scale_inv, int64_t ld, int64_t first) {
+  BlockFormat f = rule.format;
+  int64_t ld_q = block_bytes(f, ld), ld_scale = blocks_of(f, ld);
+  int64_t ld_element = in_whole_blocks(f, ld), down = ceil_div(rows, kRows);
+  for_each(ceil_div(cols, kCols) * down, kPiece, [&](int64_t i) {
+    int64_t col = i / down * kCols, row = i % down * kRows, to = first + row;
+    loops().quantize_mx_columns(dtype, rule, at(x, dtype, row * cols + col), cols,
+                                std::min(kRows, rows - row), std::min(kCols, cols - col),
+                                col * ld_element + to, ld_element,
+                                q + col * ld_q + block_bytes(f, to), ld_q,
+                                scale_inv + col * ld_scale + blocks_of(f, to), ld_scale);
+  });
+}
 
 // x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
 // scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), swizzled or not,
@@ -92,10 +90,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   if (stochastic) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
   }
-  uint32_t largest = by_rows(dtype, rule, x.const_data_ptr(), m, k, data, scale_inv);
+  uint32_t largest = mx_by_rows(dtype, rule, x.const_data_ptr(), m, k, data, scale_inv);
   if (transpose) {
     rule.stream = 1;
-    by_columns(dtype, rule, x.const_data_ptr(), m, k, data_t, scale_inv_t);
+    mx_by_columns(dtype, rule, x.const_data_ptr(), m, k, bytes_of(data_t), bytes_of(scale_inv_t), m,
+                  0);
   }
   if (swizzled) {
     scale_inv = swizzled_copy(scale_inv);

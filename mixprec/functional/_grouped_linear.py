@@ -15,6 +15,7 @@ from ..ops._reference.gemm_scales import Operands, check_offs
 from ..ops.block_operands import decode
 from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
 from ..recipes import Recipe
+from . import _in_one_call
 from ._arguments import check_output, check_state, main_grad_of, no_outliers
 from ._derivatives import (
     Tensors,
@@ -26,7 +27,7 @@ from ._derivatives import (
 from ._group_casts import cast_rows, cast_weights, in_one_call, space_apart
 from ._linear import run_linear
 from ._products import ROLES, Product, clips, observe, saturate
-from .operands import NOTHING, Delayed, Matrix
+from .operands import NOTHING, Delayed, Matrix, transposed
 
 # What all experts compute of x [S, H], with the ends int32 [E] of the rows of each, and the expert
 # int64 [S] of each row.
@@ -115,38 +116,44 @@ class _GroupedLinear(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         ctx.recipe, ctx.backend, ctx.twice = recipe, context.backend, False
-        ctx.gemms = _Gemms(recipe, product.name)
-        ctx.x_dtype, ctx.w_dtype, ctx.n = x.dtype, weight.dtype, weight.shape[1]
-        ctx.delayed, ctx.main_grad = product.delayed, product.main_grad
+        ctx.x_dtype, ctx.w_dtype, ctx.products = x.dtype, weight.dtype, (product,)
         need_x, need_w = ctx.needs_input_grad[:2]
         delayed, use_t = product.delayed, need_w and grad_enabled
-        qx, offs_t = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
+        qx, _ = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
         qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled)
-        saved_x = qx.matrix_t if need_w else NOTHING
-        saved_w = qw.matrix_t if need_x else NOTHING
-        keep_as_is(offs, offs_t, saved_x.scale_inv, *saved_w)
-        ctx.save_for_backward(offs, offs_t, *saved_x, *saved_w)
-        return ctx.gemms.run("forward", qx.matrix, qw.matrix, x.shape[1], offs, out_dtype)
+        saved_x = qx.for_backward if need_w else NOTHING
+        saved_w = qw.for_backward if need_x else NOTHING
+        ctx.own_t = qx.own_t is not None, qw.own_t is not None
+        keep_as_is(offs, saved_x.scale_inv, *saved_w)
+        ctx.save_for_backward(*saved_x, *saved_w, offs)
+        gemms = _Gemms(recipe, product.name)
+        return gemms.run("forward", qx.matrix, qw.matrix, x.shape[1], offs, out_dtype)
 
     @staticmethod
-    @on_backend_of_forward
-    @differentiable(lambda *_: ())  # never: ctx.twice is False
-    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
-        offs, offs_t, x_t, w_t = *saved[:2], Matrix(*saved[2:5]), Matrix(*saved[5:8])
-        need_x, need_w = ctx.needs_input_grad[:2]
-        grad_x = grad_w = None
-        if need_x or need_w:
-            qg, _ = cast_rows(g, "g", ctx.recipe, ctx.delayed, offs, use_t=need_w)
-        if need_x:
-            grad_x = ctx.gemms.run("grad_input", qg.matrix, w_t, ctx.n, offs, ctx.x_dtype)
-        if need_w:
-            columns = space_apart(offs, g.shape[0])
-            operands = qg.matrix_t, x_t, columns, offs_t
-            if ctx.main_grad is None:
-                grad_w = ctx.gemms.run("grad_weight", *operands, ctx.w_dtype)
-            else:
-                ctx.gemms.accumulate(ctx.main_grad, *operands)
-        return grad_x, grad_w, *[None] * 5
+    def backward(ctx: Any, g: torch.Tensor) -> Tensors:
+        return *_gradients(ctx, g), *[None] * 4
+
+
+@on_backend_of_forward
+@differentiable(lambda *_: ())  # never: ctx.twice is False
+def _gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
+    """Of x, weight and no bias, op by op."""
+    x_t = transposed(Matrix(*saved[:3]), ctx.own_t[0])
+    w_t = transposed(Matrix(*saved[3:6]), ctx.own_t[1])
+    offs, product = saved[6], ctx.products[0]
+    need_x, need_w = ctx.needs_input_grad[:2]
+    gemms, grad_x, grad_w = _Gemms(ctx.recipe, product.name), None, None
+    if need_x or need_w:
+        qg, offs_t = cast_rows(g, "g", ctx.recipe, product.delayed, offs, use_t=need_w)
+    if need_x:
+        grad_x = gemms.run("grad_input", qg.matrix, w_t, g.shape[1], offs, ctx.x_dtype)
+    if need_w:
+        args = qg.matrix_t, x_t, space_apart(offs, g.shape[0]), offs_t
+        if product.main_grad is None:
+            grad_w = gemms.run("grad_weight", *args, ctx.w_dtype)
+        else:
+            gemms.accumulate(product.main_grad, *args)
+    return grad_x, grad_w, None
 
 
 def _loop(
@@ -167,6 +174,28 @@ def _loop(
     rest = x.new_zeros((x.shape[0] - last, weight.shape[1]), dtype=out_dtype)
     with autocast.disabled(x.device.type):  # which refuses the other type of 16 bits
         return torch.cat([*parts, rest])
+
+
+def _run(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    product: Product,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The products of all groups at once."""
+    args = x, weight, None, product, recipe, out_dtype, torch.is_grad_enabled()
+    if x.is_cpu and type(offs) is torch.Tensor:
+        its = _in_one_call.kernels(x, weight, None, recipe, out_dtype)
+        if its is not None:
+            try:
+                return _in_one_call.linear(*args, its, _gradients, offs)
+            except _in_one_call.CallFailed:
+                pass  # what is wrong is said below
+    check_offs(op, Operands(x, weight), offs)
+    return apply(op, _GroupedLinear, x, weight, offs, *args[3:])
 
 
 def grouped_linear(
@@ -209,7 +238,6 @@ def grouped_linear(
     for argument, t in (("weight", weight), ("offs", offs)):
         checks.on_device(op, argument, t, x.device, "x")
     checks.has_shape(op, "offs", offs, weight.shape[:1], "[E]")
-    check_offs(op, Operands(x, weight), offs)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_output(op, weight, None, out_dtype, "[N]")
     no_outliers(op, recipe)
@@ -219,8 +247,8 @@ def grouped_linear(
     clip, simulated = clips(recipe, out_dtype), simulation.current()
     dtype = torch.float32 if clip else out_dtype
     if simulated is not None or is_twice_differentiable() or not in_one_call(recipe):
+        check_offs(op, Operands(x, weight), offs)
         y = _loop(x, weight, offs, product, recipe, dtype)
     else:
-        grad = torch.is_grad_enabled()
-        y = apply(op, _GroupedLinear, x, weight, offs, product, recipe, dtype, grad)
+        y = _run(op, x, weight, offs, product, recipe, dtype)
     return saturate(y, clipped) if clip else y

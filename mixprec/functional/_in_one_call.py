@@ -1,7 +1,8 @@
 """A linear layer whose forward pass is one call of C++, and whose backward pass is another.
 
-The same bits and saved memory as op by op (`_linear`), which `use_backend("cpp")` asks for. A call
-that fails, before it has written anything, runs op by op once more, which says what is wrong.
+The same bits and saved memory as op by op (`_linear`, and `_grouped_linear` for groups), which
+`use_backend("cpp")` asks for. A call that fails, before it has written anything, runs op by op once
+more, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -69,15 +70,17 @@ def linear(
     grad_enabled: bool,
     its: Kernels,
     op_by_op: Callable[[Any, torch.Tensor], Tensors],
+    offs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias, [..., N], of x [..., K] and weight [N, K]; CallFailed if that fails.
 
-    op_by_op: the gradients, from the ctx of `_linear`, in a backward pass that is to be seen.
+    op_by_op: the gradients, from the ctx of `_linear`, in a backward pass that is to be seen. offs:
+    the ends of the groups of x [S, K], on a CPU; then weight is [E, N, K], and bias None.
     """
-    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, op_by_op
+    args = x, weight, bias, product, recipe, out_dtype, grad_enabled, its, op_by_op, offs
     if not context.hooks:
         return _apply(*args)
-    with running("linear", x, weight, bias):
+    with running("linear" if offs is None else "grouped_linear", x, weight, bias):
         return _apply(*args)
 
 
@@ -94,12 +97,13 @@ class _Linear(torch.autograd.Function):
         grad_enabled: bool,
         its: Kernels,
         op_by_op: Callable[[Any, torch.Tensor], Tensors],
+        offs: torch.Tensor | None,
     ) -> torch.Tensor:
         _, delayed, qw, *_ = product
         need_x, need_w = ctx.needs_input_grad[:2]
         use_x_t, use_w_t = need_w and grad_enabled, need_x and grad_enabled
         qx, keep, scale, amax = None, None, None, None
-        if context.casts:
+        if context.casts and offs is None:
             qx, keep = operands.shared_cast(x, recipe, delayed, use_x_t, grad_enabled)
         if recipe.is_delayed and delayed is not None:
             scale, amax = delayed.scale, delayed.amax if grad_enabled else None
@@ -108,6 +112,7 @@ class _Linear(torch.autograd.Function):
             *((rows, None, None) if qx is None else qx.matrix),
             *((weight, None, None) if qw is None else qw.matrix),
             *(bias, scale, amax, recipe.code, its.choice, its.k_major, use_x_t, use_w_t, out_dtype),
+            offs,
         )
         forward = linear_pass.linear_forward
         try:
@@ -136,8 +141,9 @@ class _Linear(torch.autograd.Function):
         ctx.recipe, ctx.products, ctx.its, ctx.own_t = recipe, (product,), its, own_t
         ctx.op_by_op = op_by_op
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
-        ctx.by_columns = weight.stride(0) == 1 and weight.stride(1) > 1
+        ctx.by_columns = offs is None and weight.stride(0) == 1 and weight.stride(1) > 1
         ctx.bias_dtype = None if bias is None else bias.dtype
+        saved.append(offs)
         if context.op is not None:
             keep_as_is(*saved[1:])
         ctx.save_for_backward(*saved)
@@ -155,7 +161,7 @@ class _Linear(torch.autograd.Function):
             saved = ctx.saved_tensors
             grads = gradients(
                 g, saved[:3], saved[3:6], product, ctx.recipe, its, ctx.x_dtype, ctx.w_dtype,
-                ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns,
+                ctx.bias_dtype if ctx.needs_input_grad[2] else None, ctx.by_columns, saved[6],
             )  # fmt: skip
         # Not where x or weight has been replaced by one of another K: autograd might take that for
         # an expanded one.
@@ -163,13 +169,13 @@ class _Linear(torch.autograd.Function):
         if (
             grads is None
             or (grads[0] is not None and grads[0].shape[1] != k)
-            or (grads[1] is not None and grads[1].shape[1] != k)
+            or (grads[1] is not None and grads[1].shape[-1] != k)
         ):
-            return *ctx.op_by_op(_OpByOp(ctx, saved), g), *[None] * 6
+            return *ctx.op_by_op(_OpByOp(ctx, saved), g), *[None] * 7
         grad_x = grads[0]
         if grad_x is not None and g.dim() != 2:
             grad_x = grad_x.view(ctx.x_shape)
-        return grad_x, *grads[1:], None, None, None, None, None, None
+        return grad_x, *grads[1:], *[None] * 7
 
 
 def gradients(
@@ -183,10 +189,11 @@ def gradients(
     w_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     by_columns: bool,
+    offs: torch.Tensor | None = None,
 ) -> Tensors | None:
     """Those of x [M, K], weight and bias, from what was saved of x and of weight: three times None
-    for one whose operand is not needed. bias_dtype: None without a bias that needs one. None if the
-    call has failed."""
+    for one whose operand is not needed. bias_dtype: None without a bias that needs one. offs: as in
+    `linear`. None if the call has failed."""
     delayed, main_grad = product.delayed, product.main_grad
     rows = g if g.dim() == 2 else g.flatten(0, -2)
     scale = amax = seed = None
@@ -194,12 +201,13 @@ def gradients(
     if casts and recipe.is_delayed and delayed is not None:
         scale, amax = delayed.scale, delayed.grad_amax
     if casts and recipe.is_random:
-        seed = operands.seed_of(g.device)
+        # Groups are cast twice, op by op: as they are, and with space between them.
+        seed = operands.seed_of(g.device, 1 if offs is None or x[0] is None else 2)
     in_call = bias_dtype if g.is_cpu and g.dtype.itemsize == 2 else None
     by_columns = by_columns and recipe.power_of_two_scale and not recipe.is_block
     args = (
         *(rows, *x, *w, main_grad, scale, amax, seed, recipe.code, its.choice, its.k_major),
-        *(x_dtype, w_dtype, in_call, by_columns),
+        *(x_dtype, w_dtype, in_call, by_columns, offs),
     )
     backward = linear_pass.linear_backward
     try:

@@ -248,9 +248,9 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     return Operand(matrix, Matrix(rotated[0], rotated[2], tensor_inv_t))
 
 
-def seed_of(device: torch.device) -> torch.Tensor:
-    """Of a cast that rounds at random, from torch's generator."""
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+def seed_of(device: torch.device, casts: int = 1) -> torch.Tensor:
+    """Of casts that round at random, one number each, from torch's generator."""
+    return torch.randint(2**63 - 1, (casts,), dtype=torch.int64, device=device)
 
 
 def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:

@@ -1,7 +1,8 @@
 """linear_forward, linear_backward: a pass of a linear layer, its casts and products, in one call.
 
 They compute what `quantize`, `quantize_mx` and `gemm` compute one after the other, bit for bit, and
-are called where nothing has to see these.
+are called where nothing has to see these. With offs, on a CPU only, they are the passes of
+`mixprec.functional.grouped_linear`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def _stored(name: str) -> str:
 library.LIBRARY.define(
     f"linear_forward(Tensor x, {_stored('x')}, Tensor weight, {_stored('w')}, Tensor? bias, "
     f"Tensor? scale, Tensor(a!)? amax, {_OPTIONS}, bool use_x_t, bool use_w_t, "
-    f"ScalarType out_dtype) -> (Tensor, {', '.join(['Tensor?'] * 12)})"
+    f"ScalarType out_dtype, Tensor? offs=None) -> (Tensor, {', '.join(['Tensor?'] * 12)})"
 )
 library.LIBRARY.define(
     f"linear_backward(Tensor g, Tensor? x, {_stored('x')}, Tensor? w, {_stored('w')}, "
     f"Tensor(a!)? main_grad, Tensor? scale, Tensor(b!)? amax, Tensor? seed, {_OPTIONS}, "
-    "ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, bool by_columns)"
-    " -> (Tensor?, Tensor?, Tensor?)"
+    "ScalarType x_dtype, ScalarType w_dtype, ScalarType? bias_dtype, bool by_columns, "
+    "Tensor? offs=None) -> (Tensor?, Tensor?, Tensor?)"
 )
 linear_forward = torch.ops.mixprec.linear_forward.default
 linear_backward = torch.ops.mixprec.linear_backward.default

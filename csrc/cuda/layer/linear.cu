@@ -24,6 +24,7 @@ MaybeTensor scale_of(const Read& r, bool as_rows) {
 
 struct CudaLayer {
   int64_t choice;  // of product i, bits 2 * i: torch's, and 2 * i + 1: fast accumulation
+  MaybeTensor offs;
 
   bool is_vendor(int i) const { return choice >> (2 * i) & 1; }
   bool is_fast(int i) const { return choice >> (2 * i + 1) & 1; }
@@ -49,6 +50,7 @@ struct CudaLayer {
 
   Tensor multiply(const Read& a_, const Read& b_, ScalarType type, const MaybeTensor& bias,
                   int i) const {
+    STD_TORCH_CHECK(!offs, "linear: groups run op by op on a GPU");
     Tensor a = a_.transposed ? t(*a_.stored.data) : *a_.stored.data;
     Tensor b = b_.transposed ? *b_.stored.data : t(*b_.stored.data);
     MaybeTensor of_a = scale_of(a_, true), of_b = scale_of(b_, false), none;
