@@ -113,7 +113,7 @@ struct CpuLayer {
                   int /*product*/) const {
     if (offs) {
       GroupedSides s(a, b);
-      return grouped_product(s.a, s.b, groups_of_product(a, b), type, kOp);
+      return grouped_product(s.a, s.b, groups_of_product(s, a.how), type, kOp);
     }
     Sides s(a, b);
     return product(s.a, s.b, s.k, {s.a.matrix.rows, s.b.matrix.rows}, type, bias, kOp);
@@ -121,7 +121,7 @@ struct CpuLayer {
   void accumulate(const Tensor& acc, const Read& a, const Read& b) const {
     if (offs) {
       GroupedSides s(a, b);
-      return add_grouped_product(acc, s.a, s.b, groups_of_product(a, b), kOp);
+      return add_grouped_product(acc, s.a, s.b, groups_of_product(s, a.how), kOp);
     }
     Sides s(a, b);
     check_accumulator(acc, {s.a.matrix.rows, s.b.matrix.rows}, *s.stored_a.data, *s.stored_b.data,
@@ -139,11 +139,11 @@ struct CpuLayer {
 
  private:
   // The groups of a product; those of grad_weight are along what `cast_groups` made.
-  std::vector<Group> groups_of_product(const Read& a, const Read& b) const {
-    bool along_k = b.stored.data->dim() == 2;
-    int64_t s = a.stored.data->size(along_k && !a.transposed ? 1 : 0);
-    std::vector<Group> groups = groups_of(whole(*offs), s, kOp);
-    return along_k && lies_apart(a.how) ? apart(std::move(groups)) : groups;
+  std::vector<Group> groups_of_product(const GroupedSides& s, const RoleCast& how) const {
+    bool along_k = s.b.data.dim() == 2;
+    int64_t length = s.a.data.size(along_k ? s.a.k_dim() : s.a.rows_dim());
+    std::vector<Group> groups = groups_of(whole(*offs), length, kOp);
+    return along_k && lies_apart(how) ? apart(std::move(groups)) : groups;
   }
   CastOperand cast_of_groups(const Tensor& t, const RoleCast& how, bool own_t,
                              const Delayed* delayed, const MaybeTensor& seed) const {

@@ -16,7 +16,7 @@ from ..ops.quantize_mx import quantize_mx_op
 from ..ops.scale import new_scales
 from ..recipes import DELAYED_ROLES, Recipe
 from . import operands
-from .operands import NOTHING, Delayed, Matrix, Operand
+from .operands import Delayed, Matrix, Operand
 
 
 def _index(offs: torch.Tensor, rows: int) -> torch.Tensor:
@@ -79,41 +79,43 @@ def cast_rows(
     *,
     use_t: bool,
     record: bool = True,
-) -> tuple[Operand, torch.Tensor]:
-    """Cast x [S, C] with the recipe's settings for `role`, "x" or "g"; and the ends of the groups
-    in its transpose.
+) -> tuple[Matrix, Operand, torch.Tensor]:
+    """Cast x [S, C] with the recipe's settings for `role`, "x" or "g": what the products by rows
+    read, what grad_weight reads, and the ends of the groups in its transpose.
 
-    Operand: data [S, C] with scale_inv as `gemm_grouped` takes it for rows; of the transpose, data
-    [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
+    Matrix: data [S, C] with scale_inv as `gemm_grouped` takes it for rows. Operand: of the
+    transpose, data [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
     """
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if fmt.bits == 16:
-        return operands.cast(x, role, recipe, delayed, use_t=use_t), offs
+        operand = operands.cast(x, role, recipe, delayed, use_t=use_t)
+        return operand.matrix, operand, offs
     if delayed is not None and role in DELAYED_ROLES:
         # One scale for all. What lies beyond the groups is not seen.
         seen = (_index(offs, x.shape[0]) < offs.shape[0]).unsqueeze(1)
         x = torch.where(seen, x, torch.zeros_like(x))
-        return operands.cast(x, role, recipe, delayed, use_t=use_t, record=record), offs
+        operand = operands.cast(x, role, recipe, delayed, use_t=use_t, record=record)
+        return operand.matrix, operand, offs
     if granularity == "tensor":
-        return _by_group(x, role, recipe, offs, use_t), offs
-    data, scale_inv = _rows(x, role, recipe, granularity)
+        return *_by_group(x, role, recipe, offs, use_t), offs
+    matrix = Matrix(*_rows(x, role, recipe, granularity))
     if not use_t:
-        return Operand(Matrix(data, scale_inv)), offs
+        return matrix, Operand(matrix), offs
     if granularity == "row":
         index = _index(offs, x.shape[0])
         scale, inv = _scales(_amax(x.abs().float(), index, offs.shape[0]), role, recipe)
         _, data_t = _cast(x.float() * scale.index_select(0, index), role, recipe, use_t)
         inv = inv.narrow(0, 0, offs.shape[0]).unsqueeze(2)
-        return Operand(Matrix(data, scale_inv), Matrix(data_t, inv)), offs
+        return matrix, Operand(matrix, Matrix(data_t, inv)), offs
     spread, ends = _spread(x, offs)
     matrix_t = Matrix(*_rows(spread.t(), role, recipe, granularity))
-    return Operand(Matrix(data, scale_inv), matrix_t), ends
+    return matrix, Operand(matrix, matrix_t), ends
 
 
 def _by_group(
     x: torch.Tensor, role: str, recipe: Recipe, offs: torch.Tensor, use_t: bool
-) -> Operand:
-    """x [S, C] with one scale for each group."""
+) -> tuple[Matrix, Operand]:
+    """x [S, C] with one scale for each group, with that of each row and that of each group."""
     if x.shape[1] == 0:
         rows = x.new_zeros(x.shape[0], dtype=torch.float32)
     else:
@@ -123,7 +125,8 @@ def _by_group(
     data, data_t = _cast(x.float() * scale.index_select(0, index).unsqueeze(1), role, recipe, use_t)
     row_inv = inv.index_select(0, index).unsqueeze(1)
     group_inv = inv.narrow(0, 0, offs.shape[0]).view(-1, 1, 1)
-    return Operand(Matrix(data, row_inv), Matrix(data_t, group_inv) if use_t else NOTHING)
+    own_t = Matrix(data_t, group_inv) if use_t and x.is_cuda else None
+    return Matrix(data, row_inv), Operand(Matrix(data, group_inv), own_t)
 
 
 def _scales(amax: torch.Tensor, role: str, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,8 +165,7 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
     """Cast weight [E, N, K], and its transposes [E, K, N], each with scales [E, ...] of its own."""
     fmt, granularity = recipe.w, recipe.w_granularity
     if fmt.bits == 16:
-        data = weight.to(fmt.dtype)
-        return Operand(Matrix(data), Matrix(data.transpose(1, 2)))
+        return Operand(Matrix(weight.to(fmt.dtype)))
     experts, n, k = weight.shape
     if granularity == "tensor":  # the one row of an expert
         data, inv = _rows_of_weights(weight.reshape(experts, 1, n * k), recipe, "row")
@@ -179,17 +181,21 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
         return Operand(
             matrix, Matrix(*_rows_of_weights(weight.transpose(1, 2), recipe, granularity))
         )
-    data_t = data.transpose(1, 2)
-    if use_t and weight.is_cuda:
-        data_t = data_t.clone(memory_format=torch.contiguous_format)
-    return Operand(Matrix(data, inv), Matrix(data_t, inv.transpose(1, 2)))
+    matrix = Matrix(data, inv)
+    if not (use_t and weight.is_cuda):
+        return Operand(matrix)
+    data_t = data.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return Operand(matrix, matrix.t()._replace(data=data_t))
 
 
 def _rows_of_weights(
     weight: torch.Tensor, recipe: Recipe, granularity: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [E, R, C], all of it cast at once: data [E, R, C or less] and scale_inv [E, r, c]."""
+    """weight [E, R, C], all of it cast at once: data [E, R, C or less] and scale_inv [E, r, c], or
+    of block formats [E * R, c]."""
     experts, rows, columns = weight.shape
     data, inv = _rows(weight.reshape(experts * rows, columns), "w", recipe, granularity)
-    scale_rows = rows // CHUNK if granularity == "block128x128" else rows
-    return data.view(experts, rows, data.shape[1]), inv.view(experts, scale_rows, inv.shape[1])
+    if not recipe.is_block:
+        scale_rows = rows // CHUNK if granularity == "block128x128" else rows
+        inv = inv.view(experts, scale_rows, inv.shape[1])
+    return data.view(experts, rows, data.shape[1]), inv

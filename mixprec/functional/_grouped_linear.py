@@ -86,7 +86,7 @@ class _Gemms(NamedTuple):
         if self.recipe.is_block:
             formats = [self.recipe.block_format(role) or "" for role in ROLES[kind]]
             a_data, b_data = (
-                decode(Blocks(x.data.flatten(0, -2), _flat(x.scale_inv), None, fmt, columns))[0]
+                decode(Blocks(x.data.flatten(0, -2), x.scale_inv, None, fmt, columns))[0]
                 for x, fmt in zip((a, b), formats, strict=True)
                 if x.scale_inv is not None
             )
@@ -94,11 +94,6 @@ class _Gemms(NamedTuple):
         if b_inv is not None and b_inv.dim() > 1:
             b_inv = b_inv.transpose(-1, -2)
         return Operands(a_data, b_data.transpose(-1, -2), a_inv, b_inv)
-
-
-def _flat(scale_inv: torch.Tensor) -> torch.Tensor:
-    """[R, c], also of all experts; 4 dimensions are those of swizzled scales."""
-    return scale_inv if scale_inv.dim() == 4 else scale_inv.flatten(0, -2)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -119,7 +114,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype, ctx.products = x.dtype, weight.dtype, (product,)
         need_x, need_w = ctx.needs_input_grad[:2]
         delayed, use_t = product.delayed, need_w and grad_enabled
-        qx, _ = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
+        rows, qx, _ = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
         qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled)
         saved_x = qx.for_backward if need_w else NOTHING
         saved_w = qw.for_backward if need_x else NOTHING
@@ -127,7 +122,7 @@ class _GroupedLinear(torch.autograd.Function):
         keep_as_is(offs, saved_x.scale_inv, *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, offs)
         gemms = _Gemms(recipe, product.name)
-        return gemms.run("forward", qx.matrix, qw.matrix, x.shape[1], offs, out_dtype)
+        return gemms.run("forward", rows, qw.matrix, x.shape[1], offs, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Tensors:
@@ -144,9 +139,9 @@ def _gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Te
     need_x, need_w = ctx.needs_input_grad[:2]
     gemms, grad_x, grad_w = _Gemms(ctx.recipe, product.name), None, None
     if need_x or need_w:
-        qg, offs_t = cast_rows(g, "g", ctx.recipe, product.delayed, offs, use_t=need_w)
+        rows, qg, offs_t = cast_rows(g, "g", ctx.recipe, product.delayed, offs, use_t=need_w)
     if need_x:
-        grad_x = gemms.run("grad_input", qg.matrix, w_t, g.shape[1], offs, ctx.x_dtype)
+        grad_x = gemms.run("grad_input", rows, w_t, g.shape[1], offs, ctx.x_dtype)
     if need_w:
         args = qg.matrix_t, x_t, space_apart(offs, g.shape[0]), offs_t
         if product.main_grad is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.formats import E2M1, E2M3, E3M2, E4M3, E5M2
-from mixprec.functional import operands
+from mixprec.functional import _group_casts, grouped_linear, operands
 from mixprec.ops import linear_pass
 from mixprec.recipes import RECIPES, ROLES, Recipe
 
@@ -38,10 +38,14 @@ SHORT = [recipe for recipe in (*RECIPES.values(), *OWN) if recipe.code is not No
 def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The passes that run in one call from now on."""
     passes: list[str] = []
+
+    def counted(name: str, op: Callable[..., Any], *args: Any) -> Any:
+        results = op(*args)  # one that fails runs op by op once more
+        passes.append(name)
+        return results
+
     for name in ("linear_forward", "linear_backward"):
-        op = Mock(wraps=getattr(linear_pass, name))
-        op.side_effect = lambda *_, name=name: [DEFAULT, passes.append(name)][0]
-        monkeypatch.setattr(linear_pass, name, op)
+        monkeypatch.setattr(linear_pass, name, partial(counted, name, getattr(linear_pass, name)))
     return passes
 
 
@@ -117,6 +121,84 @@ def test_the_same_bits(recipe: Recipe, shape: Any, monkeypatch: pytest.MonkeyPat
         runs += 1
     assert passes.count("linear_forward") == runs
     assert passes.count("linear_backward") >= runs // 2
+
+
+GROUPED = [
+    *(recipe for recipe in SHORT if _group_casts.in_one_call(recipe)),
+    Recipe("squares", E5M2, E4M3, E4M3, w_granularity="block128x128", g_granularity="row"),
+    Recipe("rows", E4M3, E4M3, E5M2, power_of_two_scale=False, x_granularity="row"),
+    Recipe(
+        "blocks", E4M3, E5M2, E4M3, w_granularity="block1x128",
+        x_granularity="block1x128", g_granularity="block1x128",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", GROUPED, ids=lambda recipe: recipe.name)
+def test_the_same_bits_of_groups(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts, with empty groups, rows beyond the last, and operands of any strides."""
+    passes, draw, backward = count(monkeypatch), random.Random(recipe.name), 0
+    for i in range(24):
+        torch.manual_seed(i)
+        experts, s = draw.choice((0, 1, 2, 5)), draw.choice((0, 1, 40, 129, 300))
+        k, n = (draw.choice((0, 1, 7, 33, 64, 128, 144, 257)) for _ in range(2))
+        cuts = sorted(draw.choices(range(s + 1), k=experts))
+        x_dtype, w_dtype = draw.choices(DTYPES, k=2)
+        x = special(torch.randn(s, k), draw.random() < 0.2) * torch.rand(s, 1) * 10
+        weight = special(torch.randn(experts, n, k), draw.random() < 0.1).to(w_dtype)
+        x, g = x.to(x_dtype), special(torch.randn(s, n), draw.random() < 0.1)
+        x = x.t().contiguous().t() if draw.random() < 0.3 else x
+        swap = draw.choice(((0, 1), (0, 2), (1, 2), (0, 0)))
+        weight = weight.transpose(*swap).contiguous().transpose(*swap)
+        offs = torch.tensor([[end, 0] for end in cuts], dtype=torch.int32).view(experts, 2)[:, 0]
+        main = torch.randn(experts, n, k) if draw.random() < 0.3 else None
+        needs = draw.choice(((True, True), (True, True), (True, False), (False, True)))
+        scale = torch.tensor(draw.choice(([0.0, 0.0], [8.0, 64.0])))
+        dtype, no_grad = draw.choice((None, *DTYPES)), draw.random() < 0.1
+
+        def run(
+            x: Any = x, w: Any = weight, g: Any = g, offs: Any = offs, main: Any = main,
+            needs: Any = needs, scale: Any = scale, dtype: Any = dtype, no_grad: bool = no_grad,
+        ) -> list[torch.Tensor | None]:  # fmt: skip
+            x, w = x.detach().requires_grad_(needs[0]), w.detach().requires_grad_(needs[1])
+            if main is not None:
+                w.main_grad = main.clone()
+            state = operands.Delayed(scale, torch.zeros(()), torch.zeros(()))
+            with torch.set_grad_enabled(not no_grad):
+                y = grouped_linear(x, w, offs, recipe=recipe, delayed=state, out_dtype=dtype)
+            if y.requires_grad:
+                y.backward(g.to(y.dtype))
+            versions = torch.tensor([t._version for t in state])
+            main_grad = getattr(w, "main_grad", None)
+            return [y.detach(), x.grad, w.grad, main_grad, *state, versions]
+
+        both(run)
+        backward += not no_grad
+    assert passes.count("linear_forward") == 24
+    assert passes.count("linear_backward") == backward
+
+
+@pytest.mark.parametrize("recipe", GROUPED, ids=lambda recipe: recipe.name)
+def test_groups_that_are_seen_later(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode around backward() sees the ops, of what one call saved and of what a checkpoint saves
+    once more."""
+    passes, offs = count(monkeypatch), torch.tensor([0, 70, 201], dtype=torch.int32)
+    found = []
+    for seen, again in itertools.product((False, True), (False, True)):
+        torch.manual_seed(0)
+        x, weight = torch.randn(203, 48).requires_grad_(), torch.randn(3, 48, 48).requires_grad_()
+        state = operands.Delayed(torch.tensor([8.0, 64.0]), torch.zeros(()), torch.zeros(()))
+        run = partial(grouped_linear, recipe=recipe, delayed=state)
+        once = partial(checkpoint, run, use_reentrant=False) if again else run
+        y = once(x, weight, offs)
+        assert passes == ["linear_forward"]
+        with Count() if seen else torch.enable_grad() as mode:
+            y.backward(torch.ones_like(y))
+        assert len(passes) == 1 + (not seen) * (1 + again)
+        passes.clear()
+        assert not seen or mode.names.count("mixprec::gemm_grouped") == 2 + again  # type: ignore
+        found.append((x.grad, weight.grad, *state))
+    assert all(torch.equal(a, b) for row in found for a, b in zip(row, found[0], strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8"])
@@ -339,6 +421,21 @@ def test_what_is_wrong_is_said_as_before() -> None:
         kept = operands.cast(given, "w", parsed, None, use_t=given is other)
         with pytest.raises((RuntimeError, ValueError), match=message):
             mixprec.functional.linear(x, w, recipe=parsed, quantized_weight=kept)
+    x, w, offs = torch.randn(4, 16).bfloat16(), torch.randn(2, 8, 16).bfloat16(), [1, 4]
+    for change, message in (
+        (lambda w, offs: offs.data.fill_(9), "ends of the groups"),
+        (lambda w, offs: offs.zero_(), "modified by an inplace operation"),
+        (lambda w, offs: w.untyped_storage().resize_(0), "out of bounds for storage"),
+        (lambda w, offs: setattr(w, "data", torch.ones(2, 8, 3).bfloat16()), "invalid"),
+        (lambda w, offs: setattr(w, "main_grad", torch.zeros(2, 8, 15)), "main_grad"),
+    ):
+        ends, weight = torch.tensor(offs, dtype=torch.int32), nn.Parameter(w.clone())
+        y = grouped_linear(x.requires_grad_(), weight, ends, recipe="bf16")
+        change(weight, ends)
+        again = partial(grouped_linear, x, weight, ends, recipe="bf16")
+        run = again if message == "main_grad" else partial(y.backward, torch.ones_like(y))
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            run()
     layer = mixprec.nn.Linear(16, 8, recipe="fp8-delayed")
     layer.weight.main_grad = torch.zeros(8, 15)
     with pytest.raises(ValueError, match="main_grad"):
