@@ -105,6 +105,44 @@ for _recipe, _most in {"bf16": 0.6, "fp8": 0.75, "fp8-delayed": 0.8, "mxfp8": 1.
     case(f"overhead/layer/{_recipe}", _what, times_the_time(_most), _make, quick=True)
 
 
+def _experts() -> Workload:
+    """256 tokens of 8 experts, 64 -> 64, forward and backward, in fp8, against torch's in bf16."""
+    torch.manual_seed(0)
+    x, g = torch.randn(256, 64).bfloat16().requires_grad_(), torch.randn(256, 64).bfloat16()
+    weight = torch.nn.Parameter(torch.randn(8, 64, 64).bfloat16())
+    ends = [20, 61, 61, 100, 150, 192, 201, 256]
+    offs = torch.tensor(ends, dtype=torch.int32)
+
+    def run(layer: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        x.grad = weight.grad = None
+        y = layer()
+        y.backward(g)
+        return [y.detach(), x.grad, weight.grad]  # type: ignore[list-item]
+
+    def loop() -> torch.Tensor:
+        parts = zip(x.split([*map(int.__sub__, ends, [0, *ends])]), weight, strict=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.cat([torch.nn.functional.linear(*part) for part in parts])
+
+    def grouped_mm() -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offs)
+
+    ours = partial(run, partial(mixprec.functional.grouped_linear, x, weight, offs, recipe="fp8"))
+
+    def check() -> str | None:
+        with mixprec.use_backend("cpp"):
+            op_by_op = ours()
+        both = zip(ours(), op_by_op, strict=True)
+        return verify.first(*(verify.equal(f"result {i}", *pair) for i, pair in enumerate(both)))
+
+    theirs = {"torch.autocast": partial(run, loop), "grouped_mm": partial(run, grouped_mm)}
+    return Workload(ours, theirs, check)
+
+
+_what = "256 tokens of 8 experts, 64 -> 64, in fp8, forward and backward"
+case("overhead/layer/experts", _what, times_the_time(0.6), _experts, quick=True)
+
+
 def _import() -> float:
     """Seconds of `import mixprec` over `import torch`, in a fresh process."""
     clock = "from time import perf_counter as now; import torch; start = now()"
