@@ -234,17 +234,6 @@ void add_grouped_product(const Tensor& acc, const GroupedSide& a, const GroupedS
   });
 }
 
-namespace {
-
-// The ends of groups along the rows of a, beside b [E, K, N], or along the columns of a.
-std::vector<Group> groups_beside(const Tensor& a, const Tensor& b, const Tensor& offs,
-                                 const char* op) {
-  STD_TORCH_CHECK(a.dim() == 2, op, ": a must be [S, K] or [M, S]");
-  return groups_of(offs, a.size(b.dim() == 3 ? 0 : 1), op);
-}
-
-}  // namespace
-
 // a [S, K], b [E, K, N] -> [S, N]; a [M, S], b [S, N] -> [E, M, N]; offs [E]: the ends of the
 // groups along S. Scales: see mixprec/ops/gemm_grouped.py.
 Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
@@ -254,7 +243,7 @@ Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_s
       b.dim() == 2 || !a_scale_inv || a_scale_inv->dim() < 3 || a_scale_inv->numel() == 1, op,
       ": a_scale_inv must be [S, 1] or [S, ceil(K/128)]");
   return grouped_product({a, a_scale_inv, false}, {b, b_scale_inv, true},
-                         groups_beside(a, b, offs, op), out_type, op);
+                         groups_of(offs, a.size(b.dim() == 3 ? 0 : 1), op), out_type, op);
 }
 
 // acc [E, M, N] fp32 += a [M, S] @ b [S, N] of each group along S
@@ -262,7 +251,7 @@ void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scal
                               MaybeTensor b_scale_inv, Tensor offs) {
   const char* op = "gemm_grouped_accumulate_";
   add_grouped_product(acc, {a, a_scale_inv, false}, {b, b_scale_inv, true},
-                      groups_beside(a, b, offs, op), op);
+                      groups_of(offs, a.size(b.dim() == 3 ? 0 : 1), op), op);
 }
 
 }  // namespace mixprec::cpu

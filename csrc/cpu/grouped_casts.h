@@ -55,7 +55,7 @@ inline CastOperand cast_groups(const Tensor& t, const std::vector<Group>& groups
   auto col_t = [&](const Group& place) { return is_weight ? 0 : place.begin; };
   auto transposes = [&](int64_t last, ScalarType type) {
     Tensor out = is_weight ? empty({count, cols, last}, type) : empty({cols, last}, type);
-    if (!is_weight) std::memset(bytes_of(out), 0, out.numel());  // between groups, and beyond
+    if (!is_weight) std::memset(bytes_of(out), 0, out.numel() * out.element_size());  // gaps
     return out;
   };
 
@@ -96,8 +96,7 @@ inline CastOperand cast_groups(const Tensor& t, const std::vector<Group>& groups
   if (cast.own_t) {
     data_t = transposes(length, how.type);
     scale_inv_t = blocks.cols == 0 ? empty({count, cols, 1}, ScalarType::Float)
-                  : is_weight      ? empty({count, cols, ld_scale}, ScalarType::Float)
-                                   : empty({cols, ld_scale}, ScalarType::Float);
+                                   : transposes(ld_scale, ScalarType::Float);
   }
   int64_t end = groups.empty() ? 0 : groups.back().begin + groups.back().size;
   std::memset(bytes_of(data) + end * cols, 0, (rows - end) * cols);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -171,28 +172,6 @@ def _loop(
         return torch.cat([*parts, rest])
 
 
-def _run(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor,
-    product: Product,
-    recipe: Recipe,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The products of all groups at once."""
-    args = x, weight, None, product, recipe, out_dtype, torch.is_grad_enabled()
-    if x.is_cpu and type(offs) is torch.Tensor:
-        its = _in_one_call.kernels(x, weight, None, recipe, out_dtype)
-        if its is not None:
-            try:
-                return _in_one_call.linear(*args, its, _gradients, offs)
-            except _in_one_call.CallFailed:
-                pass  # what is wrong is said below
-    check_offs(op, Operands(x, weight), offs)
-    return apply(op, _GroupedLinear, x, weight, offs, *args[3:])
-
-
 def grouped_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -241,9 +220,17 @@ def grouped_linear(
     product = Product(main_grad_of(op, weight), kept, None, name)
     clip, simulated = clips(recipe, out_dtype), simulation.current()
     dtype = torch.float32 if clip else out_dtype
-    if simulated is not None or is_twice_differentiable() or not in_one_call(recipe):
+    each = simulated is not None or is_twice_differentiable() or not in_one_call(recipe)
+    args, y = (x, weight, None, product, recipe, dtype, torch.is_grad_enabled()), None
+    if not each and x.is_cpu and type(offs) is torch.Tensor:
+        its = _in_one_call.kernels(x, weight, None, recipe, dtype)
+        if its is not None:
+            with contextlib.suppress(_in_one_call.CallFailed):  # what is wrong is said below
+                y = _in_one_call.linear(*args, its, _gradients, offs)
+    if y is None:
         check_offs(op, Operands(x, weight), offs)
-        y = _loop(x, weight, offs, product, recipe, dtype)
-    else:
-        y = _run(op, x, weight, offs, product, recipe, dtype)
+        if each:
+            y = _loop(x, weight, offs, product, recipe, dtype)
+        else:
+            y = apply(op, _GroupedLinear, x, weight, offs, *args[3:])
     return saturate(y, clipped) if clip else y
