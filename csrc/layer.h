@@ -61,6 +61,16 @@ struct Delayed {
   int64_t index;
 };
 
+// A cast of x [R, C] that is to be made.
+struct CastCall {
+  Tensor x;
+  RoleCast how;
+  bool own_t;
+  const Delayed* delayed;
+  MaybeTensor seed;
+  CastOperand* result;
+};
+
 // The recipe of a call. k_major: FP8 products read operands with K contiguous, so that the
 // transposes are cast too.
 struct LayerCall {
@@ -82,7 +92,7 @@ using LayerResults =
 
 // A Device is made of `choice`, which says how it multiplies, and of `offs`, with which the rows
 // are those of groups, each with a weight of its own. It has
-//   CastOperand cast(t [R, C], how, own_t, const Delayed*, seed)
+//   void cast(std::vector<CastCall>)
 //   Tensor multiply(Read a, Read b, ScalarType, bias, product)          a @ b^T + bias
 //   void accumulate(acc, Read a, Read b)                                acc += a @ b^T
 //   MaybeTensor sum_of_rows(g, ScalarType)                              for the bias, or none
@@ -103,14 +113,14 @@ struct LayerPass {
     Delayed delayed = {scale, amax, 0};
     // A tensor that is not cast is the caller's: an op may not return its arguments.
     CastOperand of_x = {}, of_w = {};
-    if (is_uncast(x, how_x)) {
-      of_x = device.cast(*x.data, how_x, use_x_t && call.has_own_t(how_x), &delayed, {});
-      x = of_x.matrix;
-    }
-    if (is_uncast(w, how_w)) {
-      of_w = device.cast(*w.data, how_w, use_w_t && call.has_own_t(how_w), nullptr, {});
-      w = of_w.matrix;
-    }
+    bool cast_x = is_uncast(x, how_x), cast_w = is_uncast(w, how_w);
+    bool x_t = use_x_t && call.has_own_t(how_x), w_t = use_w_t && call.has_own_t(how_w);
+    std::vector<CastCall> calls;
+    if (cast_x) calls.push_back({*x.data, how_x, x_t, &delayed, {}, &of_x});
+    if (cast_w) calls.push_back({*w.data, how_w, w_t, nullptr, {}, &of_w});
+    device.cast(calls);
+    if (cast_x) x = of_x.matrix;
+    if (cast_w) w = of_w.matrix;
     Tensor y = device.multiply({x, how_x, false}, {w, how_w, false}, out_type, bias, 0);
     Stored mx = of_x.matrix, mw = of_w.matrix, none = {};
     Stored tx = of_x.own_t.value_or(none), tw = of_w.own_t.value_or(none);
@@ -147,7 +157,7 @@ struct LayerPass {
       Stored of_g = {g, {}, {}};
       bool own_t = x.data.has_value() && call.has_own_t(how_g);
       CastOperand cast = {of_g, {}};
-      if (is_uncast(of_g, how_g)) cast = device.cast(g, how_g, own_t, &delayed, seed);
+      if (is_uncast(of_g, how_g)) device.cast({{g, how_g, own_t, &delayed, seed, &cast}});
       if (w.data) {
         Read b = {w, how_w, !call.has_own_t(how_w)};
         grad_x = device.multiply({cast.matrix, how_g, false}, b, x_type, {}, 1);

@@ -70,13 +70,13 @@ def cross_entropy_kernel(
     own_column = tl.load(target_ptr + row) - first
     exponentials = tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    own = tl.zeros((BLOCK,), tl.float32)
+    own = tl.full((BLOCK,), -0.0, tl.float32)  # to which -0.0 can be added
     for start in range(0, int64(T), BLOCK):
         column = start + lanes
         x, _ = _load(logits_ptr, row, column, T, softcap, scale)
         exponentials += _exp(x - shift)
         sums += tl.where(column < T, x, 0.0)
-        own += tl.where(column == own_column, x, 0.0)
+        own += tl.where(column == own_column, x, -0.0)
     inside = (own_column >= 0) & (own_column < T)
     after = out_ptr + row * 4
     tl.store(after, most)

@@ -32,7 +32,7 @@ def _valid_ends(offs, before, groups, S, GROUPS: tl.constexpr):
 def _rows_of_tile(tile, offs, groups, S, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
     """The group of a tile of rows, its first row, and the end of the group; the group is `groups`
     for rows beyond all of them."""
-    starts = _valid_ends(offs, 1, groups + 1, S, GROUPS)
+    starts = _valid_ends(offs, 1, groups, S, GROUPS)
     ends = _valid_ends(offs, 0, groups, S, GROUPS)
     # One more group holds the rows beyond the last.
     index = tl.arange(0, GROUPS)
@@ -94,9 +94,22 @@ def gemm_grouped_kernel(
         end_k = tl.max(tl.where(e <= group, ends, 0), 0)
     if first_m < end_m:
         b += int64(group) * stride_b
-        acc = sum_products(a, b, lda, ldb, a_scale, b_scale, group, first_m, first_n, end_m, N,
-                           first_k, end_k, end_k, A, B, A_K_MAJOR, B_K_MAJOR, PROMOTE, False,
-                           SOFT_CAST, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        CODES: tl.constexpr = a.dtype.element_ty.primitive_bitwidth == 8
+        if (CODES and not BY_ROWS) and (A_K_MAJOR and B_K_MAJOR):
+            # The compiler has to see that groups which layers set apart are whole lines of 16.
+            if (first_k | end_k) % 16 == 0:
+                last_k = end_k // 16 * 16
+                acc = sum_products(a, b, lda, ldb, a_scale, b_scale, group, first_m, first_n, end_m,
+                                   N, first_k // 16 * 16, last_k, last_k, A, B, True, True, PROMOTE,
+                                   False, SOFT_CAST, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+            else:
+                acc = sum_products(a, b, lda, ldb, a_scale, b_scale, group, first_m, first_n, end_m,
+                                   N, first_k, end_k, end_k, A, B, True, True, PROMOTE, False,
+                                   SOFT_CAST, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        else:
+            acc = sum_products(a, b, lda, ldb, a_scale, b_scale, group, first_m, first_n, end_m, N,
+                               first_k, end_k, end_k, A, B, A_K_MAJOR, B_K_MAJOR, PROMOTE, False,
+                               SOFT_CAST, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         store_product(out, int64(group) * out_e, acc, a_scale, b_scale, group, first_m, first_n,
                       end_m, N, True, BLOCK_M, BLOCK_N)  # fmt: skip
 

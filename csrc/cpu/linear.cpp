@@ -88,6 +88,9 @@ struct CpuLayer {
   int64_t choice;  // a CPU has one kernel
   MaybeTensor offs;
 
+  void cast(const std::vector<CastCall>& calls) const {
+    for (const CastCall& c : calls) *c.result = cast(c.x, c.how, c.own_t, c.delayed, c.seed);
+  }
   CastOperand cast(const Tensor& t, const RoleCast& how, bool own_t, const Delayed* delayed,
                    const MaybeTensor& seed) const {
     whole(t);

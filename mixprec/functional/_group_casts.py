@@ -31,9 +31,9 @@ def space_apart(offs: torch.Tensor, rows: int) -> int:
     return (rows + (CHUNK - 1) * offs.shape[0]) // CHUNK * CHUNK
 
 
-def _spread(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [S, C] with its groups at multiples of 128 and zeros between them; and the new offs."""
-    rows, space = x.shape[0], space_apart(offs, x.shape[0])
+def _spread(x: torch.Tensor, offs: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with its groups along `dim` at multiples of 128, zeros between them; and the new offs."""
+    rows, space = x.shape[dim], space_apart(offs, x.shape[dim])
     starts, index = pad(offs, (1, 0)), _index(offs, rows)
     padded = (starts.diff() + CHUNK - 1) // CHUNK * CHUNK
     ends = torch.cumsum(padded, 0, dtype=torch.int32)
@@ -42,8 +42,9 @@ def _spread(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     # Rows beyond the last group go behind all of them, and so does what invalid offs, which a GPU
     # does not refuse, would put beyond the copy.
     place = torch.where(index < offs.shape[0], place, space).clamp(0, space)
-    spread = x.new_zeros((space + 1, x.shape[1])).index_copy_(0, place, x)
-    return spread.narrow(0, 0, space), ends
+    shape = list(x.shape)
+    shape[dim] = space + 16  # so that lines along S begin at multiples of 16 bytes
+    return x.new_zeros(shape).index_copy_(dim, place, x).narrow(dim, 0, space), ends
 
 
 def _amax(magnitudes: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
@@ -86,6 +87,24 @@ def cast_rows(
     Matrix: data [S, C] with scale_inv as `gemm_grouped` takes it for rows. Operand: of the
     transpose, data [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
     """
+    operand, ends = _cast_rows(x, role, recipe, delayed, offs, use_t, record)
+    own_t = operand.own_t
+    # A GPU loads 16 codes along S at once, of groups that begin at multiples of 16.
+    if use_t and x.is_cuda and ends is offs and own_t is not None and own_t.data.itemsize == 1:
+        data, ends = _spread(own_t.data.view(torch.uint8), offs, 1)
+        operand = operand._replace(own_t=own_t._replace(data=data.view(own_t.data.dtype)))
+    return operand, ends
+
+
+def _cast_rows(
+    x: torch.Tensor,
+    role: str,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    offs: torch.Tensor,
+    use_t: bool,
+    record: bool,
+) -> tuple[Operand, torch.Tensor]:
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if fmt.bits == 16:
         operand = operands.cast(x, role, recipe, delayed, use_t=use_t)

@@ -214,7 +214,7 @@ class OperandCast(NamedTuple):
             # An exported program runs this outside of the autograd function, where x has a
             # gradient.
             seen = amax.detach() if torch.compiler.is_exporting() else amax
-            largest.copy_(torch.maximum(largest, seen))
+            largest.clamp_min_(seen)
         matrix = Matrix(data, scale_inv)
         if not transpose:
             return Operand(matrix)

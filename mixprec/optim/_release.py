@@ -134,10 +134,19 @@ class Releases:
         self._sums: dict[int, list[torch.Tensor]] = {}  # squared norms by group
         optimizer._low |= optimizer._any_low()
         optimizer.grad_counts.start()
+        # Other params may have other streams, which have to see what was started on this one.
+        self._stream = self._opened = None
+        if self._home.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._home)
+            self._opened = self._stream.record_event()
         self._is_open = True
 
     def _update(self, p: torch.Tensor) -> None:
         optimizer: Any = self.optimizer()
+        if p.is_cuda and self._opened is not None:
+            stream = torch.cuda.current_stream(p.device)
+            if stream != self._stream:
+                stream.wait_event(self._opened)
         g = self._group_of[id(p)]
         self._updated[id(p)] = p
         batches = self.batches.setdefault(id(p), _batches.Batches(self._who))

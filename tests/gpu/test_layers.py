@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -124,6 +127,33 @@ def test_a_pass_in_one_call_is_that_op_by_op(
     # Torch's products add to main_grad in a call of their own.
     assert passes.count("linear_forward") == 2
     assert passes.count("linear_backward") == 2 or main_grad
+
+
+@pytest.mark.parametrize(
+    ("recipe", "want"), [("fp8", [(2, 6), (2, 5)]), ("fp8-delayed", [(2, 6), (1, 5)])]
+)
+def test_how_many_launches_and_allocations_a_pass_has(
+    recipe: str, want: list[tuple[int, int]], device: torch.device
+) -> None:
+    """Of our kernels; and of memory, with the results of torch's products, which are on top."""
+    if not FAKE_DEVICE:
+        pytest.skip("launches are counted by the fake device")
+    shim = ctypes.CDLL(str(Path(mixprec.__file__).with_name("_C_cuda.so")))
+    counted = ctypes.c_int64.in_dll(shim, "gpu_on_cpu_launches")
+
+    def count(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, tuple[int, int]]:
+        allocated = lambda: torch.cuda.memory_stats()["allocation.all.allocated"]  # noqa: E731
+        before = counted.value, allocated()
+        result = call()
+        return result, (counted.value - before[0], allocated() - before[1])
+
+    layer = mixprec.nn.Linear(64, 48, bias=False, recipe=recipe, dtype=torch.bfloat16).to(device)
+    x = torch.ones(32, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+    for _ in range(2):  # the first compares kernels with their references
+        y, forward = count(lambda: layer(x))
+        g = torch.ones_like(y)
+        _, backward = count(lambda y=y, g=g: torch.autograd.grad(y, [x, layer.weight], g)[0])
+    assert [forward, backward] == want
 
 
 class Net(nn.Module):

@@ -112,6 +112,31 @@ def test_a_step_replays_in_a_graph(kernels: str, device: torch.device, only_cuda
     assert_bits(*results)
 
 
+def test_released_gradients_on_other_streams(
+    device: torch.device, only_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update waits for what was begun on the stream of the first, and gives the same bits."""
+    waits, wait_event = [], torch.cuda.Stream.wait_event
+    results = []
+    for release in (False, True):
+        params = parameters(device)
+        optimizer = mixprec.optim.AdamW(params, lr=1e-2, release_gradients=release)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        losses = [params[0].float().square().sum()]
+        with torch.cuda.stream(side):
+            losses += [p.float().square().sum() for p in params[1:]]
+        torch.cuda.current_stream().wait_stream(side)
+        with monkeypatch.context() as patch:
+            spy = lambda self, event: [waits.append(self), wait_event(self, event)][1]  # noqa: E731
+            patch.setattr(torch.cuda.Stream, "wait_event", spy)
+            torch.stack(losses).sum().backward()
+        optimizer.step()
+        results.append([p.detach().cpu() for p in params])
+    assert_bits(*results)
+    assert waits, "no update waited"
+
+
 @pytest.mark.large
 def test_more_than_2_to_the_31_elements(
     kernels: str, device: torch.device, only_cuda: None

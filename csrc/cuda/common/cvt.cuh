@@ -1,5 +1,5 @@
 // The GPU's conversion instructions: of compute capability 8.0; for fp8, of 8.9; for FP4, of the
-// families of 10.0 and 12.0, for which setup.py builds some files; and a maximum, of 9.0. They
+// families of 10.0 and 12.0, for which setup.py builds some files; a maximum, of 9.0; a store. They
 // round to nearest, ties to even, and keep subnormal numbers. The first element is the lowest part
 // of a result.
 //
@@ -53,6 +53,11 @@ __device__ __forceinline__ float widen(Fp16 x) {
 }
 // x, as if it were another number: nvcc then keeps nothing in registers that it has made of x.
 __device__ __forceinline__ void forget(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+// 16 bytes that are the first to leave the L2 cache.
+__device__ __forceinline__ void store_early(void* p, uint64_t low, uint64_t high) {
+  asm volatile("st.cs.v2.b64 [%0], {%1, %2};" : : "l"(p), "l"(low), "l"(high) : "memory");
+}
 
 // Two BF16 numbers. In C++ nvcc would first move each into a register of its own.
 __device__ __forceinline__ void widen_bf16x2(uint32_t pair, float& first, float& second) {

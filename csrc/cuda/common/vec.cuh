@@ -117,10 +117,13 @@ __device__ __forceinline__ void for_each_group(const Span& s, int64_t first, int
 }
 
 // The same with f(Int<n>, i) for each pack and f(Int<1>, i) for each element outside of packs.
-template <int n, class F>
+// backwards: from the last pack to the first.
+template <int n, bool backwards = false, class F>
 __device__ __forceinline__ void for_each(const Span& s, int64_t first, int64_t stride, const F& f) {
-  for_each_group<n, 1>(s, first, stride,
-                       [&](auto width, auto, int64_t i, int64_t) { f(width, i); });
+  int64_t ends = 2 * s.head + (s.packs - 1) * n;  // of the first pack and the last
+  for_each_group<n, 1>(s, first, stride, [&](auto width, auto, int64_t i, int64_t) {
+    f(width, backwards && width.value > 1 ? ends - i : i);
+  });
 }
 
 }  // namespace mixprec::cuda

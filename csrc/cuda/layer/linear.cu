@@ -29,23 +29,29 @@ struct CudaLayer {
   bool is_vendor(int i) const { return choice >> (2 * i) & 1; }
   bool is_fast(int i) const { return choice >> (2 * i + 1) & 1; }
 
-  CastOperand cast(const Tensor& x, const RoleCast& how, bool own_t, const Delayed* delayed,
-                   const MaybeTensor&) const {
-    if (how.grain == Grain::none) return {{torch::stable::to(x, how.type), {}, {}}, {}};
-    static const Text names[] = {"", "tensor", "row", "block1x128", "block128x128"};
-    STD_TORCH_CHECK(how.grain != Grain::mx, "linear: block formats run op by op on a GPU");
-    MaybeTensor scale;
-    if (delayed != nullptr && delayed->scale) {
-      scale = torch::stable::select(*delayed->scale, 0, delayed->index);
+  // In as few launches as there can be.
+  void cast(const std::vector<CastCall>& calls) const {
+    std::vector<ToCast> matrices;
+    std::vector<CastOperand*> results;
+    for (const CastCall& c : calls) {
+      if (c.how.grain == Grain::none) {
+        c.result->matrix.data = torch::stable::to(c.x, c.how.type);
+        continue;
+      }
+      static const Text names[] = {"", "tensor", "row", "block1x128", "block128x128"};
+      STD_TORCH_CHECK(c.how.grain != Grain::mx, "linear: block formats run op by op on a GPU");
+      Cast how = {
+          c.how.type, {}, c.own_t, names[static_cast<int>(c.how.grain)], c.how.power_of_two};
+      matrices.push_back({c.x, how, scale_at(c), record_at(c)});
+      results.push_back(c.result);
     }
-    LayerCast c = cast_for_layer(
-        x, {how.type, scale, own_t, names[static_cast<int>(how.grain)], how.power_of_two});
-    if (delayed != nullptr && delayed->amax) {  // NaN stays
-      called("aten::maximum", "out", *delayed->amax, c.amax, *delayed->amax);
+    if (matrices.empty()) return;
+    std::vector<LayerCast> made = cast_for_layer(matrices);
+    for (size_t i = 0; i < made.size(); ++i) {
+      const LayerCast& m = made[i];
+      results[i]->matrix = {m.data, m.scale_inv, {}};
+      if (m.data_t) results[i]->own_t = {m.data_t, m.scale_inv_t ? m.scale_inv_t : m.scale_inv, {}};
     }
-    CastOperand out = {{c.data, c.scale_inv, {}}, {}};
-    if (own_t) out.own_t = {c.data_t, c.scale_inv_t ? c.scale_inv_t : c.scale_inv, {}};
-    return out;
   }
 
   Tensor multiply(const Read& a_, const Read& b_, ScalarType type, const MaybeTensor& bias,
@@ -78,6 +84,21 @@ struct CudaLayer {
   }
 
   MaybeTensor sum_of_rows(const Tensor&, ScalarType) const { return {}; }  // torch's, in Python
+
+ private:
+  static const float* scale_at(const CastCall& c) {
+    if (c.delayed == nullptr || !c.delayed->scale) return nullptr;
+    const Tensor& scale = *c.delayed->scale;
+    STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() == 2 &&
+                        scale.is_contiguous() && same_device(scale, c.x),
+                    "linear: scale must be fp32 [2] on x's device");
+    return read_fp32(scale) + c.delayed->index;
+  }
+  static float* record_at(const CastCall& c) {
+    if (c.delayed == nullptr || !c.delayed->amax) return nullptr;
+    check_scalar(*c.delayed->amax, ScalarType::Float, c.x, "linear", "amax");
+    return fp32_of(*c.delayed->amax);
+  }
 };
 
 }  // namespace

@@ -11,10 +11,37 @@
 
 namespace mixprec::cuda {
 
-// Shared by the blocks of a launch that computes amax while it casts; cleared by the previous
-// launch.
-struct AmaxState {
-  unsigned largest, done;
+// A launch works on one array or, of sources that are arrays, on two: the first blocks on the
+// first.
+template <class Source>
+constexpr int kArrays = Source::kFused ? 1 : 2;
+
+// The blocks that work on one array: this is one of `count`.
+struct Part {
+  int index, count;
+};
+
+// Work: what is to be done with an array.
+template <class Source, class Work>
+struct Arrays {
+  Work of[kArrays<Source>];
+  int blocks[kArrays<Source>];
+
+  int64_t all_blocks() const {
+    int64_t sum = 0;
+    for (int count : blocks) sum += count;
+    return sum;
+  }
+  __device__ __forceinline__ const Work& mine(Part& part) const {
+    part = {static_cast<int>(blockIdx.x), blocks[0]};
+    if constexpr (kArrays<Source> == 2) {
+      if (part.index >= blocks[0]) {
+        part = {part.index - blocks[0], blocks[1]};
+        return of[1];
+      }
+    }
+    return of[0];
+  }
 };
 
 // The maximum over the block, returned to all its threads, which must all call it. May be called in
@@ -33,49 +60,40 @@ __device__ __forceinline__ uint32_t max_of_partials(const uint32_t* partials, in
   return block_max(largest);
 }
 
-// Must be called once by all threads of all blocks, with the largest magnitude that each has seen.
-__device__ __forceinline__ void finish_amax(uint32_t largest, AmaxState* state, float* amax) {
-  largest = block_reduce<kThreads, Max>(largest);
-  if (threadIdx.x != 0) return;
-  atomicMax(&state->largest, largest);
-  __threadfence();  // this block's maximum before its count
-  if (atomicAdd(&state->done, 1u) + 1u != gridDim.x) return;
-  __threadfence();  // and the counts before the maximum of all
-  *amax = bits_float(atomicExch(&state->largest, 0u));
-}
-
-struct AmaxOut {
-  const float* given;  // null or pointing at 0: not given
-  uint32_t* partials;  // [gridDim.x]
-  AmaxState* state;    // cleared, if any
-};
-
 template <class Source>
 constexpr int kAmaxRun = 2 * Source::kRun / Source::kOutputs;
 
-// Returns at once if all scales are given.
+// largest <- those of the elements that a thread of this part meets
 template <class Source>
-__global__ void __launch_bounds__(kThreads)
-    amax_kernel(const Source source, int64_t count, const PerOutput<Source, AmaxOut> out) {
-  bool given = true;
-  for_outputs(source, [&](int k) {
-    const AmaxOut& to = out.of[k];
-    if (to.state != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *to.state = {0, 0};
-    given = given && to.given != nullptr && *to.given != 0.0f;
-  });
-  if (given) return;
+__device__ __forceinline__ void search(const Source& source, int64_t count, Part part,
+                                       uint32_t (&largest)[Source::kOutputs]) {
   constexpr int n = kAmaxRun<Source>;
-  uint32_t largest[Source::kOutputs] = {};
-  int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for_each<n>(source.template span<n>(count), first, int64_t{gridDim.x} * kThreads,
+  int64_t first = int64_t{part.index} * kThreads + threadIdx.x;
+  for_each<n>(source.template span<n>(count), first, int64_t{part.count} * kThreads,
               [&]<int width>(Int<width>, int64_t i) {
                 typename Source::Element in[Source::kOutputs][width];
                 source.load(i, for_load(in));
                 for_outputs(source, [&](int k) { largest[k] = largest_of(in[k], largest[k]); });
               });
-  for_outputs(source, [&](int k) {
+}
+
+template <class Source>
+struct AmaxOf {
+  Source source;
+  int64_t count;
+  PerOutput<Source, uint32_t*> partials;  // [blocks]
+};
+
+template <class Source>
+__global__ void __launch_bounds__(kThreads)
+    amax_kernel(const __grid_constant__ Arrays<Source, AmaxOf<Source>> arrays) {
+  Part part;
+  const AmaxOf<Source>& a = arrays.mine(part);
+  uint32_t largest[Source::kOutputs] = {};
+  search(a.source, a.count, part, largest);
+  for_outputs(a.source, [&](int k) {
     uint32_t of_block = block_reduce<kThreads, Max>(largest[k]);
-    if (threadIdx.x == 0) out.of[k].partials[blockIdx.x] = of_block;
+    if (threadIdx.x == 0) a.partials.of[k][part.index] = of_block;
   });
 }
 
@@ -100,7 +118,8 @@ int64_t amax_grid(int64_t count, const Gpu& gpu) {
   return grid_for(amax_kernel<Source>, count / kAmaxRun<Source> / kThreads, gpu);
 }
 
-// casts: with `amax`, and the maxima of `blocks` blocks as partials(), for each output
+// casts: with `amax`, and the maxima of `blocks` blocks as partials(), for each output; nothing is
+// done where no amax is wanted
 template <class Source, class Cast>
 AmaxOfPartials maxima_of(const Source& source, const PerOutput<Source, Cast>& casts) {
   AmaxOfPartials of = {};
@@ -113,6 +132,7 @@ AmaxOfPartials maxima_of(const Source& source, const PerOutput<Source, Cast>& ca
 template <class Source, class Cast>
 cudaError_t finish_partials(const Source& source, const PerOutput<Source, Cast>& casts,
                             int64_t blocks, const Gpu& gpu) {
+  if (casts.of[0].amax == nullptr) return cudaSuccess;
   return launch(amax_of_partials_kernel, {source.outputs()}, gpu.stream, maxima_of(source, casts),
                 blocks);
 }
@@ -120,10 +140,10 @@ cudaError_t finish_partials(const Source& source, const PerOutput<Source, Cast>&
 // Also for count = 0: amax 0. partials: scratch of partials_for(gpu).
 template <class X>
 cudaError_t amax(const X* x, int64_t count, uint32_t* partials, float* amax, const Gpu& gpu) {
-  Plain<X> source = {x};
   int64_t blocks = amax_grid<Plain<X>>(count, gpu);
-  cudaError_t error = launch(amax_kernel<Plain<X>>, {blocks}, gpu.stream, source, count,
-                             PerOutput<Plain<X>, AmaxOut>{{{nullptr, partials, nullptr}}});
+  Arrays<Plain<X>, AmaxOf<Plain<X>>> one = {{{{x}, count, {{partials}}}},
+                                            {static_cast<int>(blocks)}};
+  cudaError_t error = launch(amax_kernel<Plain<X>>, {blocks}, gpu.stream, one);
   if (error != cudaSuccess) return error;
   return launch(amax_of_partials_kernel, {1}, gpu.stream, AmaxOfPartials{{partials}, {amax}},
                 blocks);

@@ -66,41 +66,68 @@ Tensor dequantize_op(Tensor data, Tensor scale_inv, ScalarType type) {
 
 }  // namespace
 
-LayerCast cast_for_layer(Tensor x, const Cast& cast) {
+std::vector<LayerCast> cast_for_layer(std::vector<ToCast> matrices) {
   const char* op = "linear";
-  Dtype from = float_dtype(x, "linear: x"), to = check_cast(cast, x, op);
-  Granularity granularity = granularity_of(cast.granularity, op);
-  const float* given = scalar_on(cast.scale, x, op, "scale");
-  OnDevice device(x);
-  x = row_major(x);
-  auto [rows, cols] = as_matrix(x);
-  LayerCast out = {empty_on(x, {rows, cols}, cast.type), {}, x, {}, x};
-  if (cast.transpose) out.data_t = empty_on(x, {cols, rows}, cast.type);
-  bool by_tensor = granularity == Granularity::tensor;
-  if (!by_tensor) {
-    out.scale_inv = scales_on(x, granularity, rows, cols);
-    if (cast.transpose) out.scale_inv_t = scales_on(x, granularity, cols, rows);
+  OnDevice device(matrices[0].x);
+  std::vector<LayerCast> results;
+  std::vector<Quantize> casts;
+  constexpr int64_t apart = 4;  // words between scales
+  int64_t words = apart * static_cast<int64_t>(matrices.size());
+  for (ToCast& m : matrices) {
+    Dtype to = check_cast(m.cast, m.x, op);
+    Granularity granularity = granularity_of(m.cast.granularity, op);
+    bool by_tensor = granularity == Granularity::tensor, transpose = m.cast.transpose;
+    STD_TORCH_CHECK(same_device(m.x, matrices[0].x), op, ": x and weight must be on one device");
+    STD_TORCH_CHECK(by_tensor || (m.given == nullptr && m.record == nullptr), op,
+                    ": delayed scaling needs one scale for a tensor");
+    m.x = row_major(m.x);
+    auto [rows, cols] = as_matrix(m.x);
+    LayerCast out = {empty_on(m.x, {rows, cols}, m.cast.type), {}, m.x, {}};
+    if (transpose) out.data_t = empty_on(m.x, {cols, rows}, m.cast.type);
+    if (!by_tensor) out.scale_inv = scales_on(m.x, granularity, rows, cols);
+    if (!by_tensor && transpose) out.scale_inv_t = scales_on(m.x, granularity, cols, rows);
+    auto pointer = [](MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; };
+    casts.push_back(args_of(m.x, m.cast, to, granularity, m.given, out.data.mutable_data_ptr(),
+                            pointer(out.data_t), by_tensor ? nullptr : fp32_of(out.scale_inv),
+                            static_cast<float*>(pointer(out.scale_inv_t)), nullptr));
+    casts.back().record = m.record;
+    words += scratch_words(casts.back(), device);
+    results.push_back(out);
   }
-  auto pointer = [](MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; };
-  Quantize args = args_of(x, cast, to, granularity, given, out.data.mutable_data_ptr(),
-                          pointer(out.data_t), by_tensor ? nullptr : fp32_of(out.scale_inv),
-                          static_cast<float*>(pointer(out.scale_inv_t)), nullptr);
-  // The scale of the tensor, the amax, and the scratch memory, whose first word has 8 bytes.
-  Tensor small = empty_on(x, {2 + scratch_words(args, device)}, ScalarType::Float);
-  if (by_tensor) {
-    args.scale_inv = fp32_of(small);
-    out.scale_inv = torch::stable::select(small, 0, 0);
+  // The scales of the tensors, an amax each, and the scratch memory.
+  Tensor small = empty_on(matrices[0].x, {words}, ScalarType::Float);
+  float* scale = fp32_of(small);
+  float* scratch = scale + apart * static_cast<int64_t>(casts.size());
+  for (size_t i = 0; i < casts.size(); ++i, scale += apart) {
+    Quantize& a = casts[i];
+    if (a.granularity == Granularity::tensor) {
+      a.scale_inv = scale;
+      results[i].scale_inv = torch::stable::select(small, 0, scale - fp32_of(small));
+    }
+    if (a.by_lines()) a.amax = scale + 1;
+    a.scratch = reinterpret_cast<uint32_t*>(scratch);
+    scratch += scratch_words(a, device);
   }
-  args.amax = fp32_of(small) + 1;
-  out.amax = torch::stable::select(small, 0, 1);
-  args.scratch = reinterpret_cast<uint32_t*>(fp32_of(small) + 2);
-  check_launch(with_float(from,
-                          [&]<class X>(Type<X>) {
-                            Plain<X> source = {static_cast<const X*>(x.const_data_ptr())};
-                            return quantize_from(source, {{args}}, device);
-                          }),
-               op);
-  return out;
+  auto dtype_of_x = [&](size_t i) { return float_dtype(matrices[i].x, "linear: x"); };
+  bool together = casts.size() == 2 && dtype_of_x(0) == dtype_of_x(1) &&
+                  casts[0].granularity == Granularity::tensor &&
+                  casts[1].granularity == Granularity::tensor &&
+                  casts[0].q_dtype == casts[1].q_dtype;
+  for (size_t i = 0; i < casts.size(); ++i) {
+    cudaError_t error = with_float(dtype_of_x(i), [&]<class X>(Type<X>) {
+      auto source = [&](size_t i) {
+        return Plain<X>{static_cast<const X*>(matrices[i].x.const_data_ptr())};
+      };
+      if (!together) return quantize_from(source(i), {{casts[i]}}, device);
+      return with_low(casts[0].q_dtype, [&]<class Q>(Type<Q>) {
+        return quantize_tensors<Q, Plain<X>, 2>({source(0), source(1)},
+                                                {{{casts[0]}}, {{casts[1]}}}, device);
+      });
+    });
+    check_launch(error, op);
+    if (together) break;
+  }
+  return results;
 }
 
 }  // namespace mixprec::cuda

@@ -20,8 +20,9 @@ struct Quantize {
   bool transpose, power_of_two_scale;
   const float* scale;              // null or pointing at 0: not given; "tensor" only
   float *scale_inv, *scale_inv_t;  // mx: codes, a byte each
-  float* amax;
-  uint32_t* scratch;  // [scratch_words]
+  float* amax;                     // null: not wanted; it is by_lines()
+  uint32_t* scratch;               // [scratch_words]
+  float* record = nullptr;         // see TensorScale
 
   int64_t down() const { return (rows + kTile - 1) / kTile; }
   int64_t across() const { return (cols + kTile - 1) / kTile; }
@@ -29,13 +30,13 @@ struct Quantize {
   bool by_lines() const { return granularity == Granularity::row && transpose; }
   float fmt_max() const { return is_fp8() ? format_max(q_dtype) : 0.0f; }  // 0: a scale of 1
   CastByParts by_parts() const { return {rows, cols, fmt_max(), power_of_two_scale}; }
-  uint32_t* partials() const { return scratch + 2; }
+  uint32_t* partials() const { return scratch; }
 };
 
-// An AmaxState, the maxima of the blocks, and for rows with transpose the maxima of the rows and
-// columns of the tiles and the resulting scales.
+// The maxima of the blocks, and for rows with transpose the maxima of the rows and columns of the
+// tiles and the resulting scales.
 inline int64_t scratch_words(const Quantize& a, const Gpu& gpu) {
-  int64_t words = 2 + partials_for(gpu);
+  int64_t words = partials_for(gpu);
   if (a.by_lines()) words += a.rows * (a.across() + 1) + a.cols * (a.down() + 1);
   return words;
 }
@@ -52,43 +53,69 @@ auto of_casts(const Source& source, const Casts<Source>& casts, const F& f) {
   return result;
 }
 
-// Two launches, with or without given scales; one if the maxima are there.
-template <class Q, class Source>
-cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
-  const Quantize& a = casts.of[0];
-  int64_t count = a.rows * a.cols, searched = a.is_fp8() ? count : 0;
-  int64_t blocks = 0;
-  auto state = [](const Quantize& a) { return reinterpret_cast<AmaxState*>(a.scratch); };
+// As many arrays as a launch works on, with one scale each: a launch that finds the maxima, if a
+// scale is to come from them, the cast, and a tiny launch where the cast finds an amax that is
+// wanted.
+template <class Q, class Source, int arrays>
+cudaError_t quantize_tensors(const Source (&sources)[arrays], const Casts<Source> (&casts)[arrays],
+                             const Gpu& gpu) {
+  static_assert(arrays <= kArrays<Source>);
+  bool is_fp8 = casts[0].of[0].is_fp8(), transpose = false;
+  for (const Casts<Source>& cast : casts) transpose |= cast.of[0].transpose;
+  int searched[arrays] = {};
   if constexpr (Source::kSearched) {
-    blocks = source.searched_blocks;
+    searched[0] = static_cast<int>(sources[0].searched_blocks);
   } else {
-    blocks = amax_grid<Source>(searched, gpu);
-    // A given scale is 0, and x searched, in the first step only: fewer blocks that just look at
-    // it.
-    if (a.scale != nullptr) blocks = std::min<int64_t>(blocks, gpu.sms);
-    auto maxima = of_casts(
-        source, casts, [&](const Quantize& a) { return AmaxOut{a.scale, a.partials(), state(a)}; });
-    cudaError_t error = launch(amax_kernel<Source>, {blocks}, gpu.stream, source, searched, maxima);
-    if (error != cudaSuccess) return error;
-  }
-  auto out = of_casts(source, casts, [&](const Quantize& a) {
-    return TensorOut<Q>{
-        static_cast<Q*>(a.q),
-        static_cast<Q*>(a.q_t),
-        {a.scale, a.fmt_max(), a.power_of_two_scale, a.partials(), static_cast<int>(blocks),
-         a.scale_inv, a.amax, state(a), Source::kSearched}};
-  });
-  if constexpr (sizeof(Q) < 4) {
-    constexpr int64_t side = QuantizeTile<Q>::kSide;
-    int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
-    if (a.transpose) {
-      auto* kernel = quantize_transpose_kernel<Source, Q>;
-      return launch_over(kernel, tiles, gpu, source, a.rows, a.cols, out);
+    Arrays<Source, AmaxOf<Source>> to_search = {};
+    int wanted = 0;
+    for (int i = 0; i < arrays; ++i) {
+      bool given = true;
+      for (int k = 0; k < sources[i].outputs(); ++k) given &= casts[i].of[k].scale != nullptr;
+      if (!is_fp8 || given) continue;
+      int64_t count = casts[i].of[0].rows * casts[i].of[0].cols;
+      auto partials = [](const Quantize& a) { return a.partials(); };
+      searched[i] = static_cast<int>(amax_grid<Source>(count, gpu));
+      to_search.blocks[wanted] = searched[i];
+      to_search.of[wanted++] = {sources[i], count, of_casts(sources[i], casts[i], partials)};
+    }
+    if (wanted > 0) {
+      cudaError_t error =
+          launch(amax_kernel<Source>, {to_search.all_blocks()}, gpu.stream, to_search);
+      if (error != cudaSuccess) return error;
     }
   }
-  if (Source::kSearched && !a.is_fp8()) count = 0;  // it has been cast
   auto* kernel = quantize_kernel<Source, Q>;
-  return launch_over(kernel, count / kVector<Q> / kThreads, gpu, source, count, out);
+  if constexpr (sizeof(Q) < 4) {
+    if (transpose) kernel = quantize_transpose_kernel<Source, Q>;
+  }
+  Arrays<Source, TensorCast<Source, Q>> all = {};
+  for (int i = 0; i < arrays; ++i) {
+    const Quantize& a = casts[i].of[0];
+    auto out = [&](const Quantize& a) {
+      return TensorOut<Q>{static_cast<Q*>(a.q),
+                          static_cast<Q*>(a.transpose ? a.q_t : nullptr),
+                          {a.scale, a.fmt_max(), a.power_of_two_scale, a.partials(), searched[i],
+                           a.scale_inv, a.amax, a.record}};
+    };
+    bool is_done = Source::kSearched && !is_fp8 && !transpose;  // by the launch before
+    int64_t rows = is_done ? 0 : a.rows, pieces = rows * a.cols / kVector<Q> / kThreads;
+    if constexpr (sizeof(Q) < 4) {
+      constexpr int64_t side = QuantizeTile<Q>::kSide;
+      if (transpose) pieces = ((rows + side - 1) / side) * ((a.cols + side - 1) / side);
+    }
+    all.of[i] = {sources[i], rows, a.cols, of_casts(sources[i], casts[i], out)};
+    all.blocks[i] = static_cast<int>(grid_for(kernel, pieces, gpu));
+  }
+  cudaError_t error = launch(kernel, {all.all_blocks()}, gpu.stream, all);
+  for (int i = 0; i < arrays && error == cudaSuccess; ++i) {
+    if (searched[i] == 0) error = finish_partials(sources[i], casts[i], all.blocks[i], gpu);
+  }
+  return error;
+}
+
+template <class Q, class Source>
+cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, const Gpu& gpu) {
+  return quantize_tensors<Q, Source, 1>({source}, {casts}, gpu);
 }
 
 // Rows or blocks of 1 x 128. Two launches: the cast, and the reduction of the maxima of its blocks.

@@ -38,13 +38,23 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t 
   }
 }
 
+// store; early: the L2 cache is to lose these bytes before others, which the launch still reads.
+template <int n, class T>
+__device__ __forceinline__ void store(T* p, const T (&x)[n], bool early) {
+  if constexpr (n * sizeof(T) == 16) {
+    constexpr int half = n / 2;
+    if (early) return ptx::store_early(p, pack<half>(x), pack<half>(x + half));
+  }
+  store(p, x);
+}
+
 // The same for a run of kVector<Q> elements as four words, the first element lowest.
 template <class Q>
-__device__ __forceinline__ void store_words(Q* out, const uint32_t (&words)[4], int n,
-                                            bool vectors) {
+__device__ __forceinline__ void store_words(Q* out, const uint32_t (&words)[4], int n, bool vectors,
+                                            bool early) {
   constexpr int per_word = 4 / sizeof(Q);
   if (vectors && n >= kVector<Q>) {
-    store(reinterpret_cast<uint32_t*>(out), words);
+    store(reinterpret_cast<uint32_t*>(out), words, early);
   } else {
 #pragma unroll
     for (int i = 0; i < kVector<Q>; ++i) {
@@ -114,7 +124,8 @@ struct TileAt {
   }
 
   template <class Q>
-  __device__ __forceinline__ void store_rows(const QuantizeTile<Q>& tile, Q* q) const {
+  __device__ __forceinline__ void store_rows(const QuantizeTile<Q>& tile, Q* q,
+                                             bool early = false) const {
     constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun;
     bool vectors = is_aligned(q) && cols % run == 0;
     int c = threadIdx.x % 8 * run;
@@ -124,7 +135,7 @@ struct TileAt {
       if (r >= height() || c >= width()) continue;
       uint32_t line[4];
       cuda::load(reinterpret_cast<const uint32_t*>(&tile.at[tile.offset(r, c)]), line);
-      store_words(q + (row0 + r) * cols + col0 + c, line, width() - c, vectors);
+      store_words(q + (row0 + r) * cols + col0 + c, line, width() - c, vectors, early);
     }
   }
 
@@ -132,7 +143,8 @@ struct TileAt {
   // of a warp are of eight runs and of four words, in 32 different banks, and store 128 bytes of
   // each column together.
   template <class Q>
-  __device__ __forceinline__ void store_columns(const QuantizeTile<Q>& tile, Q* q_t) const {
+  __device__ __forceinline__ void store_columns(const QuantizeTile<Q>& tile, Q* q_t,
+                                                bool early = false) const {
     constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun, n = 4 / sizeof(Q);
     static_assert(kThreads == 8 * side / n);
     bool vectors = is_aligned(q_t) && rows % run == 0;
@@ -154,7 +166,8 @@ struct TileAt {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
       if (c + j >= width()) return;
-      store_words(q_t + (col0 + c + j) * rows + row0 + r, columns[j], height() - r, vectors);
+      Q* line = q_t + (col0 + c + j) * rows + row0 + r;
+      store_words(line, columns[j], height() - r, vectors, early);
     }
   }
 };

@@ -110,7 +110,8 @@ CLASSES = ((32, 1040), (27, 1031))
 
 
 def cross_entropy(device: str) -> Iterator[Arguments]:
-    """Exponentials are 1 or 0, whose sums are exact, as are those of the logits."""
+    """Exponentials are 1 or 0, whose sums are exact, as are those of the logits; and any of a tile
+    of one class, where nothing is summed."""
     for n, t in CLASSES:
         drawn = integers(device, (n, t), torch.float32)
         logits = (drawn > 0).float() * 258.0 - 256.0
@@ -120,6 +121,9 @@ def cross_entropy(device: str) -> Iterator[Arguments]:
         target = (torch.arange(n, device=device) * 37) % (2 * t) - 1
         yield [logits, target, rows, 0, 0.0]
         yield [logits, target, rows, t, 0.0]
+    for n, softcap in ((256, 0.0), (255, 0.0), (256, 30.0), (255, 30.0)):
+        logits, rows = random(device, 1, (n, 1)) * 16, random(device, 2, (n, 4)) * 16
+        yield [logits, torch.zeros(n, dtype=torch.int64, device=device), rows, 0, softcap]
 
 
 def cross_entropy_backward(device: str) -> Iterator[Arguments]:

@@ -5,8 +5,6 @@ scaled_mm has those with scales of blocks."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ _LOOSE = {
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
 }
-_flags = threading.RLock()  # they are global to the process, and backward runs in its own thread
 
 
 def gemm_why_not(args: Any, capability: Capability | None) -> str | None:
@@ -105,19 +102,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sum_in_fp32(dtype: torch.dtype, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """run(*args), which multiplies operands of `dtype`, with all settings off that let torch.mm
-    accumulate in less than FP32."""
+def sum_in_fp32(dtype: torch.dtype) -> None:
+    """Turn off all settings that let torch.mm accumulate products of `dtype` in less than FP32.
+
+    They are of the process, so they stay off: what is turned back after each product, another
+    thread's products would see in between."""
     matmul = torch.backends.cuda.matmul
-    with _flags:
-        loose = [flag for flag in _LOOSE[dtype] if getattr(matmul, flag)]
-        try:
-            for flag in loose:
-                setattr(matmul, flag, False)
-            return run(*args, **options)
-        finally:
-            for flag in loose:
-                setattr(matmul, flag, True)
+    for flag in _LOOSE[dtype]:
+        if getattr(matmul, flag):
+            setattr(matmul, flag, False)
 
 
 def gemm_vendor(
@@ -144,11 +137,12 @@ def gemm_vendor(
             out_dtype=out_dtype,
             use_fast_accum=fast_accum,
         )
+    sum_in_fp32(a.dtype)
     if bias is not None:
-        return sum_in_fp32(a.dtype, torch.addmm, bias, a, b)
+        return torch.addmm(bias, a, b)
     if out_dtype == a.dtype:
-        return sum_in_fp32(a.dtype, torch.mm, a, b)
-    return sum_in_fp32(a.dtype, torch.mm, a, b, out_dtype=out_dtype)
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=out_dtype)
 
 
 def _scale(t: torch.Tensor | None, a: torch.Tensor, kind: str) -> torch.Tensor:
@@ -167,7 +161,8 @@ def gemm_accumulate_vendor_(
     if a.dtype in checks.FP8:
         acc.add_(gemm_vendor(a, b, a_scale_inv, b_scale_inv, None, torch.float32, False))
     else:  # in one pass over acc
-        sum_in_fp32(a.dtype, torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)
+        sum_in_fp32(a.dtype)
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
 
 
 _MOST_GROUPS = 1023  # a thread of one block prepares each

@@ -65,3 +65,13 @@ def test_one_launch_without_spills(launched: Any, capability: int, scales: str, 
             # Decoded in integers, with scales of blocks along S.
             most = 72 if (capability, scales) == (80, "blocks") and pair[0] in FP8 else 0
             assert local_bytes(one.compiled) <= most, "registers are spilled"
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_groups_along_k_are_read_in_lines(launched: Any, capability: int) -> None:
+    """FP8 with S next to each other in memory: 16 codes a load, where groups begin at lines."""
+    launches = launched(capability)
+    a, b = torch.zeros(K, S).to(E4M3), torch.zeros(N, S).to(E5M2).t()
+    offs = torch.tensor([S // E] * E, dtype=torch.int32)
+    gemm_grouped.gemm_grouped(a, b, torch.ones(()), torch.ones(()), offs, BF16, False)
+    assert "cp.async.cg.shared.global" in launches[0].compiled.asm["ptx"]

@@ -178,7 +178,7 @@ REFERENCES = {
 HALF = torch.float16
 GROUPS = (
     ([70], 70), ([0, 0, 33, 33], 40), ([64, 64, 100], 100), ([1, 2, 3, 4, 5], 5), ([0, 0], 3),
-    ([50, 20, 90, 70], 80), ([-7, 5, 99], 60),
+    ([50, 20, 90, 70], 80), ([-7, 5, 99], 60), ([32, 48, 48, 80], 85),
 )  # fmt: skip
 
 
@@ -203,6 +203,7 @@ def test_groups_of_any_size(
         rows, columns = torch.full((s, 1), 0.5), torch.arange(1.0, e * n + 1).view(e, 1, n)
         agree("gemm_grouped", (a, b, rows, columns, offs, torch.float32, False))
         g = positive((s, n), pair[1])
+        g = transposed(g) if turn % 2 else g
         acc, of_groups = torch.ones(e, k, n), torch.arange(1.0, e + 1).view(e, 1, 1)
         agree("gemm_grouped", (a.t(), g, None, of_groups, offs, BF16, False))
         agree("gemm_grouped_accumulate_", (acc, a.t(), g, of_groups, torch.ones(()), offs))

@@ -68,6 +68,10 @@ inline float widen(Fp16 x) {
   return std::copysign(magnitude, (x.bits & 0x8000u) != 0 ? -1.0f : 1.0f);
 }
 inline void forget(uint32_t&) {}
+inline void store_early(void* p, uint64_t low, uint64_t high) {
+  uint64_t words[] = {low, high};
+  std::memcpy(p, words, sizeof(words));
+}
 inline void widen_bf16x2(uint32_t pair, float& first, float& second) {
   auto of = [](uint32_t bits) { return decode(Bf16{static_cast<uint16_t>(bits)}); };
   first = of(pair), second = of(pair >> 16);
