@@ -115,9 +115,9 @@ struct TensorScales {
 };
 
 template <class Source, class Q>
-__global__ void __launch_bounds__(kThreads, !Source::kFused     ? 4
-                                            : Source::kSearched ? 3
-                                                                : 1)
+__global__ void __launch_bounds__(kThreads, !Source::kFused         ? 4
+                                            : Source::kOutputs == 1 ? 3
+                                                                    : 1)
     quantize_kernel(const __grid_constant__ Arrays<Source, TensorCast<Source, Q>> arrays) {
   constexpr int n = kVector<Q>;
   Part part;
