@@ -12,6 +12,7 @@ from ..memory.running import running, saved_as
 from ..ops._dispatch import autocast, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
+from ..ops.masked_attention import mask_pattern, masked_attention, masked_attention_backward
 from ._derivatives import on_backend_of_forward, result
 
 _NO_SECOND = (
@@ -59,6 +60,46 @@ class _Attention(torch.autograd.Function):
             for x, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
         return *needed, None, None, None
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """With a boolean mask, in compiled code: see ops.masked_attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        low: torch.dtype,
+    ) -> torch.Tensor:
+        pattern = mask_pattern(mask)  # of layers with one mask, the compiler keeps one call
+        out, *rest = masked_attention(q, k, v, mask, pattern, scale, low)
+        ctx.save_for_backward(q, k, v, mask, pattern, out, *rest)
+        ctx.scale, ctx.low = scale, low
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = masked_attention_backward(_dense(g), *ctx.saved_tensors, ctx.scale, ctx.low)
+        return *grads, None, None, None
+
+
+def run_masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    low: torch.dtype,
+) -> torch.Tensor:
+    """`run_attention` with a mask that is looked at when compiled code runs: `takes_mask`."""
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    mask = mask.expand(*mask.shape[:-2], q.shape[2], k.shape[2])
+    y: torch.Tensor = _MaskedAttention.apply(_dense(q), _dense(k), _dense(v), mask, scale, low)
+    return y
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -28,14 +28,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Like x [B, H, T, D], in memory as [B, T, H, D]: what the projections read and write."""
     b, h, t, d = x.shape
     return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)
 
 
-def _rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _empty_rows_first(x, dtype).copy_(x)
+def rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return empty_rows_first(x, dtype).copy_(x)
 
 
 def attention_reference(
@@ -45,7 +45,7 @@ def attention_reference(
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == torch.inf, torch.nan)  # as in softmax
     weights = (scores - logsumexp[..., None]).exp()
-    wide = _rows_first(weights @ _by_query_head(v, q), torch.float32)
+    wide = rows_first(weights @ _by_query_head(v, q), torch.float32)
     if q.dtype == torch.float32:
         return wide, logsumexp, q.new_empty(0, dtype=torch.bfloat16)
     out = wide.to(q.dtype)
@@ -70,7 +70,7 @@ def attention_backward_reference(args: Any) -> Three:
     dq = grad_scores @ _by_query_head(k, q)
     dk = (grad_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
     dv = (weights.transpose(-1, -2) @ wide_g).unflatten(1, heads).sum(2)
-    return _rows_first(dq, g.dtype), _rows_first(dk, g.dtype), _rows_first(dv, g.dtype)
+    return rows_first(dq, g.dtype), rows_first(dk, g.dtype), rows_first(dv, g.dtype)
 
 
 def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -108,12 +108,12 @@ def _check_backward(args: Any) -> None:
 def _fake(q: torch.Tensor) -> Three:
     remainder = q.new_empty(0, dtype=torch.bfloat16)
     if q.dtype != torch.float32:
-        remainder = _empty_rows_first(q, torch.bfloat16)
-    return _empty_rows_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32), remainder
+        remainder = empty_rows_first(q, torch.bfloat16)
+    return empty_rows_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32), remainder
 
 
 def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
-    dq, dk, dv = (_empty_rows_first(x, g.dtype) for x in (q, k, v))
+    dq, dk, dv = (empty_rows_first(x, g.dtype) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -202,7 +202,7 @@ def rotary_reference(args: Any) -> torch.Tensor:
         return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(first.dtype)
 
     parts = [rotated(x) for x in (first, k) if x is not None] + [x for x in (v,) if x is not None]
-    return _rows_first(torch.cat(parts, 1), first.dtype)
+    return rows_first(torch.cat(parts, 1), first.dtype)
 
 
 def _check_rotary(args: Any) -> None:
