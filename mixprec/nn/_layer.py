@@ -96,6 +96,11 @@ class Layer(torch.nn.Module):
         raise RuntimeError(f"torch.jit: {type(self).__name__} is a layer of mixprec, {NOT_TRACED}")
 
     @property
+    def _label(self) -> str:
+        """The path, for audit. In compiled code "": the code of a block is that of all like it."""
+        return "" if torch.compiler.is_compiling() else self._path
+
+    @property
     def recipe(self) -> Recipe:
         """How operands are cast. Setting another recipe drops the state of the previous one."""
         return self._recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import CodeType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _FRAMES = 6  # between a module's forward pass and its method, with wrappers
 
 
 class Replaced:
-    """An attribute of the module that has the name of the method.
+    """What runs in place of the method of a module, whose attribute of that name calls it.
 
     Not a class derived from the module's, whose identity and name other code reads; not a pair of
     hooks, which torch does not call for KeyboardInterrupt; and not a closure, which would go on
@@ -30,8 +30,22 @@ class Replaced:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
+    @property
+    def attribute(self) -> MethodType:
+        """A method, because torch.compile compares the code of that. An object it compares by
+        identity: blocks of one kind would each be compiled."""
+
+        def attribute(own: Any, *args: Any, **kwargs: Any) -> Any:
+            # accelerate makes it, or this function alone, a method of the module.
+            return (own if isinstance(own, Replaced) else self)(*args, **kwargs)
+
+        # For trainers that look up the arguments of a model, and transformers, which counts them.
+        original = getattr(type(self.module), self.method)
+        attribute.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return MethodType(attribute, self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:  # bound as a method, as accelerate does
+        if args and args[0] is self.module:
             args = args[1:]
         if not torch.compiler.is_compiling() and (other := self._other_caller()) is not None:
             return getattr(type(other), self.method)(other, *args, **kwargs)
@@ -50,22 +64,22 @@ class Replaced:
         frame: Any = sys._getframe(2)
         for _ in range(_FRAMES):
             caller = frame.f_locals.get("self") if frame is not None else None
-            if isinstance(caller, nn.Module) and vars(caller).get(self.method) is self:
+            if isinstance(caller, nn.Module) and replaced_of(caller, self.method) is self:
                 return caller if caller is not self.module else None
             frame = frame and frame.f_back
         return None
 
-    @property
-    def __code__(self) -> CodeType:
-        """For torch.export, which looks up names of arguments."""
-        code: CodeType = getattr(type(self.module), self.method).__code__
-        return code
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """For trainers that look up the arguments of a model, and transformers, which counts
-        them."""
-        return inspect.signature(getattr(type(self.module), self.method).__get__(self.module))
+def replaced_of(module: nn.Module, method: str = "forward") -> Replaced | None:
+    attribute = vars(module).get(method)  # of earlier versions: the object itself
+    replaced = (
+        attribute if isinstance(attribute, Replaced) else getattr(attribute, "__self__", None)
+    )
+    return replaced if isinstance(replaced, Replaced) else None
+
+
+def replace(replaced: Replaced) -> None:
+    vars(replaced.module)[replaced.method] = replaced.attribute
 
 
 class Fused(Replaced):
@@ -109,8 +123,8 @@ class Compressed(Replaced):
 
 
 def fused_forward_of(module: nn.Module) -> Fused | None:
-    forward = vars(module).get("forward")
-    return forward if isinstance(forward, Fused) else None
+    replaced = replaced_of(module)
+    return replaced if isinstance(replaced, Fused) else None
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -122,22 +136,22 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules the methods of their class."""
     for module in model.modules():
         for name in ("forward", FEED_FORWARD):
-            if isinstance(vars(module).get(name), Fused):
+            if isinstance(replaced_of(module, name), Fused):
                 del vars(module)[name]
 
 
 def set_saved(model: nn.Module, bits: Bits | None) -> None:
     """Run the model's forward passes inside compress_saved(bits), or no longer, with None."""
-    compressed = vars(model).get("forward")
+    compressed = replaced_of(model)
     if isinstance(compressed, Compressed):
         del model.forward
         if compressed.replaced is not None:
             model.forward = compressed.replaced
     if bits is not None:
-        model.forward = Compressed(model, bits)
+        replace(Compressed(model, bits))
 
 
 def saved_of(model: nn.Module) -> Bits | None:
     """The bits of `set_saved`."""
-    forward = vars(model).get("forward")
-    return forward.bits if isinstance(forward, Compressed) else None
+    compressed = replaced_of(model)
+    return compressed.bits if isinstance(compressed, Compressed) else None

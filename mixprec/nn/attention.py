@@ -93,7 +93,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             state = self._state(x.dtype, x.device, recipe)._asdict()
-            y = functional.linear(x, weight, bias, recipe=recipe, name=self._path, **state)
+            y = functional.linear(x, weight, bias, recipe=recipe, name=self._label, **state)
             return y.transpose(0, 1) if swap else y if batched else y.unsqueeze(0)
 
         w, b, e = self.in_proj_weight, self.in_proj_bias, self.embed_dim

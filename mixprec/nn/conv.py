@@ -53,7 +53,7 @@ class Convolution(Layer):
             added,
             self.groups,
             recipe=recipe,
-            name=self._path,
+            name=self._label,
             **state._asdict(),
         )
 

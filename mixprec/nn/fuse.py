@@ -14,7 +14,7 @@ from .._originals import METHODS
 from ._content import KnownContents
 from ._fused import FusedBlock, FusedNorm, activation_of, norm_of, one_pass_class
 from ._layer import Layer
-from ._replaced import FEED_FORWARD, Fused
+from ._replaced import FEED_FORWARD, Fused, replace, replaced_of
 from ._scope import (
     CONTAINERS,
     FusionScope,
@@ -103,10 +103,10 @@ class FusedFeedForward(Fused):
 def feed_forward_of(layer: nn.Module) -> tuple[FusedBlock, SecondHalf] | None:
     """The MLP of such a layer, and what follows; None for any other module."""
     method: Any = getattr(type(layer), FEED_FORWARD, None)
-    attribute = vars(layer).get(FEED_FORWARD)
     if not isinstance(method, FunctionType) or _CONTENTS.get(method) is None:
         return None
-    if attribute is not None and not isinstance(attribute, FusedFeedForward):
+    fused = isinstance(replaced_of(layer, FEED_FORWARD), FusedFeedForward)
+    if FEED_FORWARD in vars(layer) and not fused:
         return None
     halves: Any = layer.intermediate, layer.output
     first, second = map(spec_of, halves)
@@ -166,11 +166,11 @@ def fuse(model: nn.Module) -> FusionReport:
             continue
         kind = one_pass_class(spec)
         if kind is not None and module not in in_parts:
-            vars(module)["forward"] = kind(module)
+            replace(kind(module))
             report.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
             rotates = calls_known_functions(type(module))
-            vars(module)["forward"] = (RotaryForward if rotates else FusionScope)(module)
+            replace((RotaryForward if rotates else FusionScope)(module))
             if rotates:
                 report.fused[fqn] = "rotary positions"
             in_parts |= _fuse_feed_forward(module, fqn, report)
@@ -203,7 +203,7 @@ def _fuse_feed_forward(module: nn.Module, fqn: str, report: FusionReport) -> set
     if (why := part.why_not_fused()) is not None:
         report.left[fqn] = why
     else:
-        vars(module)[FEED_FORWARD] = FusedFeedForward(module)
+        replace(FusedFeedForward(module))
         report.fused[fqn] = "linear, activation, linear"
     return {*part.around}
 
@@ -214,7 +214,7 @@ def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, report: FusionReport) 
         report.left[fqn] = why
         return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
-    vars(module)["forward"] = FusedMLP(module)
+    replace(FusedMLP(module))
     report.fused[fqn or "the model"] = f"linear, {gated}, linear"
     return True
 
@@ -244,6 +244,6 @@ def _fuse_sequential(module: nn.Module, fqn: str, report: FusionReport) -> set[n
         before = "" if part.norm is None else "norm, "
         names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
-        vars(module)["forward"] = FusedSequential(module, parts)
+        replace(FusedSequential(module, parts))
         report.fused[fqn or "the model"] = " + ".join(names)
     return {child for part in parts.values() for child in part}

@@ -25,7 +25,7 @@ def product_of(
     main_grad = None if main_grad is None else main_grad_of("linear", weight)
     if layer._is_transposed:
         weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
-    product = Product(main_grad, delayed, quantized_weight, layer._path, outliers)
+    product = Product(main_grad, delayed, quantized_weight, layer._label, outliers)
     return product, weight, out_dtype, clipped
 
 

@@ -20,6 +20,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import mixprec  # noqa: E402
+from mixprec.nn._replaced import replaced_of  # noqa: E402
 from mixprec.nn.known import spec_of  # noqa: E402
 
 K = 16
@@ -79,7 +80,7 @@ def fused(module: nn.Module) -> nn.Module:
 
 
 def is_fused(module: nn.Module) -> bool:
-    return type(vars(module).get("forward")).__name__ in ("FusedNorm", "FusedMLP")
+    return type(replaced_of(module)).__name__ in ("FusedNorm", "FusedMLP")
 
 
 def annotated(text: str) -> str:

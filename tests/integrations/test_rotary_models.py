@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import mixprec  # noqa: E402
 from mixprec.functional import _one_pass  # noqa: E402
 from mixprec.nn import _scope  # noqa: E402
+from mixprec.nn._replaced import replaced_of  # noqa: E402
 from mixprec.nn._scope import RotaryForward  # noqa: E402
 from mixprec.testing import sqnr  # noqa: E402
 
@@ -133,7 +134,7 @@ def test_a_model_has_the_bits_that_it_has_without(
 ) -> None:
     model, tokens = llama()
     fused = mixprec.convert(copy.deepcopy(model), "bf16", fuse=True)
-    kinds = [type(vars(m).get("forward")) for m in fused.modules()]
+    kinds = [type(replaced_of(m)) for m in fused.modules()]
     assert kinds.count(RotaryForward) == 2
     packed = torch.tensor([[*range(5), *range(7)], [*range(7), *range(5)]])
     options: list[dict[str, Any]] = [{}, {"use_cache": True}, {"position_ids": packed}]

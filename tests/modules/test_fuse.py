@@ -27,6 +27,7 @@ from torch.profiler import profile
 import mixprec
 from mixprec import functional
 from mixprec.nn import MLP, GatedMLP, NormLinear
+from mixprec.nn._replaced import replaced_of
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
@@ -148,7 +149,7 @@ def test_a_norm_or_activation_alone_runs_in_one_pass(
     if isinstance(exact, nn.RMSNorm):
         exact.eps = torch.finfo(torch.float32).eps  # for any dtype, as torch computes in FP32
     model = mixprec.convert(nn.ModuleList([nn.Linear(2, 2), fused]), "bf16", fuse=True)
-    assert type(fused.forward).__name__ in ("FusedNorm", "FusedActivation")
+    assert type(fused.forward.__self__).__name__ in ("FusedNorm", "FusedActivation")
     for shape in ((3, 5, WIDTH), (WIDTH,), (0, WIDTH)):
         x = largest * torch.randn(shape).to(dtype)
         wanted, got, unfused = (
@@ -258,6 +259,6 @@ def test_pickles_of_earlier_versions_find_their_classes() -> None:
         assert new in data
         data = data.replace(new, old)
     loaded = pickle.loads(data)
-    assert [type(vars(m).get("forward")) for m in loaded.modules()] == [
-        type(vars(m).get("forward")) for m in model.modules()
+    assert [type(replaced_of(m)) for m in loaded.modules()] == [
+        type(replaced_of(m)) for m in model.modules()
     ]
