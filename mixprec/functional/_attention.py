@@ -79,7 +79,7 @@ class _MaskedAttention(torch.autograd.Function):
         out, *rest = masked_attention(q, k, v, mask, pattern, scale, low)
         ctx.save_for_backward(q, k, v, mask, pattern, out, *rest)
         ctx.scale, ctx.low = scale, low
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

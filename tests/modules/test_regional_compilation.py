@@ -2,7 +2,7 @@
 
 Inductor compiles what lies between our ops. In a fused block that is casts and additions, each of
 which rounds once: all bits are those of the eager model, but for the gradients of biases, FP32 sums
-over rows that it adds in an order of its own. Norms and GELU of blocks that are not fused are its own.
+over rows that it adds in another order. Norms and GELU of blocks that are not fused are its own.
 """
 
 from __future__ import annotations
