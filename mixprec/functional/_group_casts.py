@@ -87,13 +87,13 @@ def cast_rows(
     Matrix: data [S, C] with scale_inv as `gemm_grouped` takes it for rows. Operand: of the
     transpose, data [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
     """
-    operand, ends = _cast_rows(x, role, recipe, delayed, offs, use_t, record)
+    rows, operand, ends = _cast_rows(x, role, recipe, delayed, offs, use_t, record)
     own_t = operand.own_t
     # A GPU loads 16 codes along S at once, of groups that begin at multiples of 16.
     if use_t and x.is_cuda and ends is offs and own_t is not None and own_t.data.itemsize == 1:
         data, ends = _spread(own_t.data.view(torch.uint8), offs, 1)
         operand = operand._replace(own_t=own_t._replace(data=data.view(own_t.data.dtype)))
-    return operand, ends
+    return rows, operand, ends
 
 
 def _cast_rows(
@@ -104,7 +104,7 @@ def _cast_rows(
     offs: torch.Tensor,
     use_t: bool,
     record: bool,
-) -> tuple[Operand, torch.Tensor]:
+) -> tuple[Matrix, Operand, torch.Tensor]:
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if fmt.bits == 16:
         operand = operands.cast(x, role, recipe, delayed, use_t=use_t)

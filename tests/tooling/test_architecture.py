@@ -45,7 +45,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "env", "frozen", "frozen_linear", "lean_training", "cuda_graph", "_graph_users")
+LEAVES = (
+    *("testing", "env", "frozen", "frozen_linear"),
+    *("lean_training", "cuda_graph", "_graph_users"),
+)
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
     "quantize": "scale.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "
