@@ -228,6 +228,9 @@ def _unpack_both(
     b_scale_inv: float | torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What `Operands` has."""
+    unscaled = a_scale_inv is None is b_scale_inv and type(a) is type(b) is torch.Tensor
+    if unscaled and not torch._C._is_any_autocast_enabled():
+        return a, b, None, None  # type: ignore[return-value]
     unpack_a: Any = _unpack if isinstance(a, Quantized) else plain_operand
     unpack_b: Any = _unpack if isinstance(b, Quantized) else plain_operand
     a_data, a_inv = unpack_a(op, "a", a, a_scale_inv)
