@@ -7,7 +7,7 @@ import torch
 from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
-from ..functional._products import Product, split
+from ..functional._products import Product, listeners, split
 from ..functional.operands import Operand
 from ..recipes import Recipe
 from ._layer import Layer
@@ -25,7 +25,9 @@ def product_of(
     main_grad = None if main_grad is None else main_grad_of("linear", weight)
     if layer._is_transposed:
         weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
-    product = Product(main_grad, delayed, quantized_weight, layer._label, outliers)
+    # Only for those who listen: of one name, torch.compile would not use code of another.
+    name = layer._path if listeners else ""
+    product = Product(main_grad, delayed, quantized_weight, name, outliers)
     return product, weight, out_dtype, clipped
 
 

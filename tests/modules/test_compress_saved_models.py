@@ -115,7 +115,7 @@ def test_convert_runs_the_model_compressed_until_unconvert() -> None:
     twin = copy.deepcopy(model)
     for m in (model, twin, pickle.loads(pickle.dumps(model))):
         assert equal(drawn(gradients, m), expected)
-    assert twin.forward.module is twin
+    assert twin.forward.__self__.module is twin
     assert model.state_dict().keys() == plain.state_dict().keys()
     mixprec.convert(twin, "bf16")
     assert equal(gradients(twin, x), gradients(plain, x))

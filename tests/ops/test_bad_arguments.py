@@ -299,7 +299,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("rotary", {"cos": torch.ones(3, 5, 4)}, "cos must have shape"),
         ("rotary", {"k": torch.ones(2, 3, 4, 8)}, "k must have shape"),
         ("rotary", {"v": torch.ones(2, 3, 5, 6)}, "v must have shape"),
-        ("rotary", {"v": torch.ones(2, 3, 5, 8).half()}, "v must be"),
+        ("rotary", {"v": torch.ones(2, 3, 5, 8).half()}, "v must have dtype"),
         ("scale_from_amax_", {"scale_inv": K[:2]}, "scale_inv must have shape"),
         ("scale_from_amax_", {"amax": X[:1]}, "amax must have shape"),
         ("scale_from_amax_", {"scale": ONE.expand(4)}, "scale is written in place"),
