@@ -43,6 +43,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
+    """param.data = values, for a DTensor, too, of which that sets what it says of itself alone."""
+    param.data = values
+    if is_sharded(param):
+        param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]
+
+
 def placed_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The gradient of a DTensor, redistributed to the placements of its param.
 

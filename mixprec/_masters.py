@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from . import _master_forms as forms
-from ._local_gradients import LOW_PRECISION, local
+from ._local_gradients import LOW_PRECISION, local, set_data
 from ._master_forms import FORMS, Record
 from ._steps import before_steps
 from .ops._reference.rounding import remainder_of
@@ -360,7 +360,7 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     kept = [p for p in params if p.grad is not None and vars(p).get(_NAME)]
     for param in kept:
         if param.dtype not in LOW_PRECISION:
-            param.data = values_of(param).to(param.dtype)
+            set_data(param, values_of(param).to(param.dtype))
         forget(param)
     kept = [p for p in kept if p.dtype in LOW_PRECISION]
     if kept:

@@ -12,7 +12,12 @@ from ..memory.running import running, saved_as
 from ..ops._dispatch import autocast, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
-from ..ops.masked_attention import mask_pattern, masked_attention, masked_attention_backward
+from ..ops.masked_attention import (
+    mask_pattern,
+    masked_attention,
+    masked_attention_backward,
+    saved_copy,
+)
 from ._derivatives import on_backend_of_forward, result
 
 _NO_SECOND = (
@@ -97,7 +102,7 @@ def run_masked(
 ) -> torch.Tensor:
     """`run_attention` with a mask that is looked at when compiled code runs: `takes_mask`."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    mask = mask.expand(*mask.shape[:-2], q.shape[2], k.shape[2])
+    mask = saved_copy(mask).expand(*mask.shape[:-2], q.shape[2], k.shape[2])
     y: torch.Tensor = _MaskedAttention.apply(_dense(q), _dense(k), _dense(v), mask, scale, low)
     return y
 

@@ -15,6 +15,7 @@ from ..ops._dispatch.scaled_mm import Blocks
 from ..ops._reference.gemm_scales import Operands, check_offs
 from ..ops.block_operands import decode
 from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
+from ..ops.masked_attention import saved_copy
 from ..recipes import Recipe
 from . import _in_one_call
 from ._arguments import check_output, check_state, main_grad_of, no_outliers
@@ -112,6 +113,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         ctx.recipe, ctx.backend, ctx.twice = recipe, context.backend, False
+        if torch.compiler.is_compiling():  # where a write before the backward pass is not seen
+            offs = saved_copy(offs)
         ctx.x_dtype, ctx.w_dtype, ctx.products = x.dtype, weight.dtype, (product,)
         need_x, need_w = ctx.needs_input_grad[:2]
         delayed, use_t = product.delayed, need_w and grad_enabled

@@ -51,8 +51,8 @@ def linear(x: Any, weight: Any, bias: Any, product: Product, run: Run) -> torch.
     if not isinstance(x, DTensor) or x.device_mesh != mesh:
         got = f"on {x.device_mesh}" if isinstance(x, DTensor) else "a plain tensor"
         raise TypeError(
-            f"linear{f' ({product.name})' if product.name else ''}: x must be a DTensor on the "
-            f"mesh of weight, {mesh}, as parallelize_module brings it, got {got}"
+            f"linear: x must be a DTensor on the mesh of weight, {mesh}, as parallelize_module "
+            f"brings it, got {got}"
         )
     places: list[tuple[Any, ...]] = []  # of x, y, and the gradients of x, weight and bias
     over, is_first = Over([], [], []), True

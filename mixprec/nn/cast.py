@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import _masters, _said
-from .._local_gradients import LOW_PRECISION
+from .._local_gradients import LOW_PRECISION, set_data
 from ..ops._dispatch import checks
 from ._content import imported_class
 from ._layer import Layer, buffers_of
@@ -172,7 +172,7 @@ def cast_parameters(
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
         exact = _masters.values_of(param) if has_master else param.data
-        param.data = exact.to(target)
+        set_data(param, exact.to(target))
         if keep_masters and target in LOW_PRECISION:
             _masters.keep(param, exact, places[param])
         elif has_master:

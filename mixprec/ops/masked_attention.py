@@ -103,6 +103,9 @@ def _define(name: str, schema: str, run: Callable[..., Any] | None, fake: Any) -
 mask_pattern = _define(
     "mask_pattern", "(Tensor mask) -> Tensor", None, lambda x: x.new_empty((), dtype=torch.int64)
 )
+# A copy that the compiler does not compute anew in the backward pass, from what a program may have
+# written since.
+saved_copy = _define("saved_copy", "(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 masked_attention = _define("masked_attention", f"({_GIVEN}, {_THREE}", _attention, _fake)
 masked_attention_backward = _define(
     "masked_attention_backward",

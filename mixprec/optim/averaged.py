@@ -9,7 +9,7 @@ import torch
 from torch.optim import swa_utils
 
 from .. import _masters
-from .._local_gradients import LOW_PRECISION
+from .._local_gradients import LOW_PRECISION, set_data
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -39,7 +39,7 @@ class AveragedModel(swa_utils.AveragedModel):
         _masters.attach()
         for p in self.module.parameters():
             if p.dtype in LOW_PRECISION or _masters.known(p):
-                p.data = _masters.values_of(p)
+                set_data(p, _masters.values_of(p))
                 _masters.forget(p)
         self.module._apply(_wide)  # its buffers
 

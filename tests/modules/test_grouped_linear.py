@@ -157,6 +157,18 @@ def test_compiled_checkpointed_and_transformed(recipe: str) -> None:
     assert torch.equal(transformed(x.detach()), want[0])
 
 
+def test_a_write_to_offs_in_compiled_code_comes_after_the_layer() -> None:
+    def run(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        y = grouped_linear(x, weight, offs, recipe="fp8")
+        offs.add_(1)
+        return y
+
+    x, weight, offs = (t.requires_grad_(t.is_floating_point()) for t in arguments(0))
+    want = torch.autograd.grad(grouped_linear(x, weight, offs, recipe="fp8").sum(), (x, weight))
+    y = torch.compile(run, backend="aot_eager", fullgraph=True)(x, weight, offs.clone())
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, weight)), want))
+
+
 def test_second_derivatives_are_refused_or_those_of_the_loop() -> None:
     x, weight, offs = (t.requires_grad_(t.is_floating_point()) for t in arguments(0))
     y = grouped_linear(x, weight, offs, recipe="bf16")

@@ -111,6 +111,32 @@ def test_a_mask_with_other_values_is_no_new_program() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+class Writes(nn.Module):
+    """Of its mask, or of a copy, after attention has read it."""
+
+    def __init__(self, attention: Attention, copies: bool) -> None:
+        super().__init__()
+        self.attention, self.copies = attention, copies
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.clone() if self.copies else mask
+        y: torch.Tensor = self.attention(x, mask)
+        mask.logical_not_()
+        return y
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_write_in_compiled_code_comes_after_attention(copies: bool) -> None:
+    torch._dynamo.reset()
+    plain = Writes(mixprec.convert(Attention(), "bf16"), copies)
+    model = Writes(mixprec.convert(copy.deepcopy(plain.attention), "bf16", fuse=True), copies)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for name in ("one hidden", "padding"):
+        mask, _ = MASKS[name]
+        wanted = run(plain.attention, plain, False, mask)
+        assert all(map(torch.equal, run(call, model, False, mask.clone()), wanted)), name
+
+
 @pytest.mark.skipif(not HAS_KERNEL, reason="mixprec._C is not built")
 def test_a_pattern_is_known_from_each_value() -> None:
     """Every mask of 3 queries and up to 3 keys."""

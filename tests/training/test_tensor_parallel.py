@@ -150,10 +150,36 @@ def plain_and_compiled() -> None:
     torch.testing.assert_close(compiled, y, rtol=0, atol=0)
     model = mixprec.convert(make_model(), "fp8")
     parallelize_module(model, mesh, {"0.gate": ColwiseParallel()})
-    weight, layer = model[0].gate.weight, mixprec.nn.Linear(WIDTH, WIDTH, bias=False, name="gate")
+    weight, layer = model[0].gate.weight, mixprec.nn.Linear(WIDTH, WIDTH, bias=False)
     layer.weight = weight
-    with pytest.raises(TypeError, match=r"^linear \(gate\): x must be a DTensor on the mesh of"):
+    with pytest.raises(TypeError, match=r"^linear: x must be a DTensor on the mesh of"):
         layer(data(0, 0))
+
+
+def casts() -> None:
+    """cast_parameters rounds the parts that ranks have, and gives all bits back."""
+    mesh, exact = init_device_mesh("cpu", (2,)), whole(make_model().parameters())
+    for first in (True, False):
+        model = mixprec.convert(make_model(), "bf16")
+        if first:
+            mixprec.cast_parameters(model, torch.bfloat16)
+        parallel(model, mesh, False)
+        if not first:
+            mixprec.cast_parameters(model, torch.bfloat16)
+        weights = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+        assert len(weights) == 10, "all but norms"
+        for p in weights:
+            local = p.to_local()
+            assert local.dtype == torch.bfloat16
+            assert torch.equal(p.full_tensor(), p.full_tensor().float().bfloat16())
+        mixprec.cast_parameters(model, torch.float32)
+        for p, want in zip(model.parameters(), exact, strict=True):
+            assert torch.equal(getattr(p, "full_tensor", lambda p=p: p)(), want)
+            assert getattr(p, "to_local", lambda p=p: p)().dtype == torch.float32
+
+
+def test_parameters_are_cast_before_and_after() -> None:
+    on_ranks(2, casts)
 
 
 def test_compiled_and_with_a_plain_x() -> None:
