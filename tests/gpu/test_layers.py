@@ -144,7 +144,7 @@ def test_how_many_launches_and_allocations_a_pass_has(
     ours = linear_pass.Kernels(0, k_major=True)
     monkeypatch.setattr(linear_pass, "kernels", lambda *_: ours)
     shim = ctypes.CDLL(str(Path(mixprec.__file__).with_name("_C_cuda.so")))
-    counted = ctypes.c_int64.in_dll(shim, "gpu_on_cpu_launches")
+    counted = ctypes.c_int64.in_dll(shim, "gpu_on_cpu_kernels")
 
     def count(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, tuple[int, int]]:
         allocated = lambda: torch.cuda.memory_stats()["allocation.all.allocated"]  # noqa: E731

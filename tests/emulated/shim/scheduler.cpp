@@ -322,12 +322,12 @@ void fence() {
 }
 
 extern "C" {
-int64_t gpu_on_cpu_launches = 0;  // which tests read
+int64_t gpu_on_cpu_kernels = 0;  // which tests read
 }
 
 cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
                 const std::function<void()>& kernel) {
-  ++gpu_on_cpu_launches;
+  ++gpu_on_cpu_kernels;
   const dim3 grid = gridDim = config.gridDim, block = blockDim = config.blockDim;
   size_t threads = size_t{block.x} * block.y * block.z, count = size_t{grid.x} * grid.y * grid.z;
   size_t cluster = 1;
