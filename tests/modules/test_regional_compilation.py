@@ -115,5 +115,5 @@ def test_stochastic_rounding_is_as_far_from_fp32_as_in_eager_mode(name: str) -> 
         wanted = results(model_of(recipe, fuse=True))
     for kind, exact in wanted.items():
         if "angle" not in kind:
-            noise = (float(sqnr(exact, each[kind])) for each in (eager, compiled))
+            noise = (min(100.0, sqnr(exact, each[kind])) for each in (eager, compiled))
             assert abs(next(noise) - next(noise)) < 6, kind

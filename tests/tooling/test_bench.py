@@ -81,7 +81,7 @@ def test_list_bad_arguments_and_a_wrong_case(
     monkeypatch.setattr(device, "DRY_RUN", False)
     monkeypatch.setattr(device, "name", lambda: None)
     for arguments, message in (
-        (["run", "nothing", "--out", out], "op must be one of attention, "),
+        (["run", "nothing", "--out", out], "op must be one of training, attention, "),
         (["run", "overhead/amax", "--quick", "--out", f"{out}/r"], f"cannot write {out}"),
         (["run", "overhead/amax", "--samples", "8"], "--samples: must be 9 or more, got '8'"),
         (["compare", "a", "b", "--fail-over", "5"], "must be a percentage such as 5%"),
