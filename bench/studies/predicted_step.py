@@ -218,7 +218,9 @@ def predicted(
             term, seconds = rates.seconds(call)
             terms[term] += 1e3 * seconds
             device[part] += 1e3 * seconds
-            in_a_call = call.op in ("maximum", "copy") or (term == "casts" and not as_measured)
+            # An amax is recorded in the call of its layer, of fused ones in a call of its own.
+            recorded = call.op == "clamp_min" and not fuse
+            in_a_call = recorded or (term == "casts" and not as_measured)
             if part != "update" and not in_a_call:
                 each = rates.torchs if term == "other kernels" else rates.ours
                 calls[part] += 1e3 * slower * each
