@@ -216,3 +216,17 @@ def test_a_transformer_is_converted_whole_and_runs_by_the_recipe_in_eval_mode(re
     if recipe == "fp8-delayed":
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(source, target), model(source, target))
+
+
+def test_weights_near_zero_have_gradients_near_zero() -> None:
+    """Subnormal numbers in FP32, of scores that are far apart."""
+    q, k, v = (
+        normal((2, 3, 128, 64), torch.bfloat16, seed=i).mul(10).requires_grad_() for i in range(3)
+    )
+    y = mixprec.functional.attention(q, k, v, causal=True)
+    g = normal(y.shape, torch.bfloat16, seed=3)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    wanted = torch.autograd.grad(exact, wide, g.double())
+    for got, want in zip(torch.autograd.grad(y, (q, k, v), g), wanted, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()

@@ -33,8 +33,10 @@ struct BackwardRow {
 // weights.
 inline Vec rounded_weights(Vec weights, float* carried) {
   const Vec x = weights + load(carried);
-  // (2^16 + 1) x, rounded to 24 bits, less 2^16 x: x rounded to 8 bits.
-  const Vec rounded = fma(x, broadcast(-65536.0f), x * broadcast(65537.0f));
+  // (2^16 + 1) x, rounded to 24 bits, less 2^16 x: x rounded to 8 bits. Of a subnormal x that
+  // leaves more bits, which the mask cuts off.
+  const Vec nearest = fma(x, broadcast(-65536.0f), x * broadcast(65537.0f));
+  const Vec rounded = (Vec)((Uints16)nearest & 0xFFFF0000u);
   store(carried, x - rounded);
   return rounded;
 }
