@@ -43,11 +43,7 @@ class Norm(nn.LayerNorm):
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention: torch's, or in 16 bits on a CPU, where that is slow, mixprec's.
-
-    8 x 3 x 128 x 64, forward and backward: torch's 8.9 ms in FP32, 19 in bf16, 87 in fp16;
-    mixprec's 2.2 and 7.6.
-    """
+    """Causal attention: torch's, or in 16 bits on a CPU, where that is slow, mixprec's."""
     if q.device.type == "cpu" and q.dtype != torch.float32:
         return mixprec.functional.attention(q, k, v, causal=True)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)

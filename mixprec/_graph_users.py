@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,15 +28,21 @@ _address, stride_of = torch.Tensor.data_ptr, torch.Tensor.stride
 _requires_grad, version_of, gradient_of = (
     getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "_version", "grad")
 )
-_OF_GRADIENTS = ("backward", "clip_grad_norm_", "clip_grad_value_")  # functions, and methods:
-_OF_METHODS = ("zero_grad", "step", "unscale_", *_OF_GRADIENTS)
+# Functions that write gradients, and methods. One of another program that has such a name makes a
+# graph more careful; one that clears gradients is known by its code.
+_OF_GRADIENTS = ("backward", "clip_grad_norm_", "clip_grad_value_")
+_OF_METHODS = ("step", "unscale_", *_OF_GRADIENTS)
+_CLEARS = {
+    inspect.unwrap(kind.zero_grad).__code__
+    for kind in (nn.Module, torch.optim.Optimizer, Optimizer)
+}
 
 
 @contextlib.contextmanager
 def used(wanted: bool) -> Iterator[dict[Any, Any] | None]:
-    """The modules, optimizers, scalers and schedulers of which this thread calls a method, and the
-    name of the first that has to do with gradients; None where they are not wanted, or a profiler
-    looks on."""
+    """The modules, optimizers, scalers and schedulers of which this thread calls a method, by id,
+    and under "clears_first" whether the first that has to do with gradients clears them; None where
+    they are not wanted, or a profiler looks on."""
     found: dict[Any, Any] = {}
 
     def look(frame: Any, event: str, _: Any) -> None:
@@ -46,8 +53,8 @@ def used(wanted: bool) -> Iterator[dict[Any, Any] | None]:
                 found[id(user)] = user
             elif code.co_name not in _OF_GRADIENTS:
                 return
-            if code.co_name in _OF_METHODS:
-                found.setdefault("first", code.co_name)
+            if code in _CLEARS or code.co_name in _OF_METHODS:
+                found.setdefault("clears_first", code in _CLEARS)
 
     if not wanted or sys.getprofile() is not None:
         yield None
@@ -103,8 +110,8 @@ class Users:
     """The modules, optimizers and scalers of a step, and what of them a graph depends on."""
 
     def __init__(self, found: Mapping[Any, Any]) -> None:
-        users = list(found.values())
-        self.clears_first = found.get("first") == "zero_grad"
+        users = list(found.values())  # and a bool, which is of no kind
+        self.clears_first = bool(found.get("clears_first"))
         modules = (m for user in users if isinstance(user, nn.Module) for m in user.modules())
         self.modules = list({id(m): m for m in modules}.values())
         self.optimizers = [user for user in users if isinstance(user, torch.optim.Optimizer)]

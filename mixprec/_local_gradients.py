@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -43,8 +44,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether torch.distributed.fsdp.fully_shard was called with this module."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
 def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
-    """param.data = values, for a DTensor, too, of which that sets what it says of itself alone."""
+    """param.data = values; of a DTensor the assignment alone would leave the local tensor."""
     param.data = values
     if is_sharded(param):
         param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]

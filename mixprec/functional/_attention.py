@@ -10,14 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from .._context import context
 from ..memory.running import running, saved_as
 from ..ops._dispatch import autocast, checks
+from ..ops._dispatch.library import saved_copy
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
-from ..ops.masked_attention import (
-    mask_pattern,
-    masked_attention,
-    masked_attention_backward,
-    saved_copy,
-)
+from ..ops.masked_attention import mask_pattern, masked_attention, masked_attention_backward
 from ._derivatives import on_backend_of_forward, result
 
 _NO_SECOND = (
@@ -100,7 +96,8 @@ def run_masked(
     scale: float | None,
     low: torch.dtype,
 ) -> torch.Tensor:
-    """`run_attention` with a mask that is looked at when compiled code runs: `takes_mask`."""
+    """`run_attention` with a boolean mask [T, S] or [B, H, T, S], or a size of 1 in place of any,
+    which is looked at when compiled code runs."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     mask = saved_copy(mask).expand(*mask.shape[:-2], q.shape[2], k.shape[2])
     y: torch.Tensor = _MaskedAttention.apply(_dense(q), _dense(k), _dense(v), mask, scale, low)

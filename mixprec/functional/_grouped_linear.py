@@ -11,11 +11,11 @@ import torch
 from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import autocast, checks, simulation
+from ..ops._dispatch.library import saved_copy
 from ..ops._dispatch.scaled_mm import Blocks
 from ..ops._reference.gemm_scales import Operands, check_offs
 from ..ops.block_operands import decode
 from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
-from ..ops.masked_attention import saved_copy
 from ..recipes import Recipe
 from . import _in_one_call
 from ._arguments import check_output, check_state, main_grad_of, no_outliers

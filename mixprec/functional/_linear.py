@@ -187,6 +187,7 @@ def run_linear(
             weight,
             bias,
             product,
+            recipe,
             lambda x, w, bias, its: run_linear(x, w, bias, its, recipe, out_dtype, clipped),
         )
     if y is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._local_gradients import PLAIN, local
+from ..recipes import Recipe
 from ._products import Over, Product
 from .operands import Delayed
 
@@ -42,9 +43,17 @@ def is_sharded(weight: torch.Tensor) -> bool:
     return module is not None and isinstance(weight, module.DTensor)
 
 
-def linear(x: Any, weight: Any, bias: Any, product: Product, run: Run) -> torch.Tensor:
-    """run(x, weight, bias, product) of the local parts, as a DTensor. TypeError for a plain x,
-    whose place in the whole is not known."""
+def linear(
+    x: Any, weight: Any, bias: Any, product: Product, recipe: Recipe, run: Run
+) -> torch.Tensor:
+    """run(x, weight, bias, product) of the local parts, as a DTensor, y [..., N] of x [..., K] and
+    weight [N, K]. TypeError for a plain x, whose place in the whole is not known, ValueError for a
+    recipe that is not one of parts."""
+    if recipe.has_outliers or recipe.clip_activations:
+        raise ValueError(
+            "linear: recipe must have neither outliers nor clip_activations, which are those of "
+            f"all of K and of whole sums, where weight is a DTensor, got {recipe.name}"
+        )
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh, last = weight.device_mesh, x.dim() - 1

@@ -109,7 +109,7 @@ def cast(
     """Cast x [..., C] with the recipe's settings for `role`: "x", "w" or "g".
 
     use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax;
-    groups: process groups whose ranks have the other parts of x, for a scale of it all.
+    groups: the dimensions of a mesh, (mesh, dimension), over which x is sharded, for one scale.
     """
     if x.dim() == 1:
         x = x.unsqueeze(0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import _masters, _said
-from .._local_gradients import LOW_PRECISION, set_data
+from .._local_gradients import LOW_PRECISION, is_fully_sharded, set_data
 from ..ops._dispatch import checks
 from ._content import imported_class
 from ._layer import Layer, buffers_of
@@ -114,8 +114,8 @@ def cast_parameters(
     `fully_shard` and another optimizer keep them, `load_state_dict` of FP32 values sets them, and
     `save_checkpoint` saves them. False frees them now, for inference or another optimizer.
 
-    ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
-    module, before anything is changed.
+    ValueError for another dtype, a pattern that matches nothing, or a model that fully_shard has
+    wrapped, TypeError if `model` is not a module, before anything is changed.
 
     Not for FSDP2, which wants one dtype in each block: it gathers FP32 parameters in 16 bits with
     MixedPrecisionPolicy(param_dtype=torch.bfloat16), and its shards are the masters.
@@ -127,6 +127,11 @@ def cast_parameters(
     op = "cast_parameters"
     checks.is_module(op, model)
     dtype = checks.param_dtype(op, "dtype", dtype)
+    if any(map(is_fully_sharded, model.modules())):
+        raise ValueError(
+            f"{op}: model must not be wrapped by fully_shard yet, which keeps the parts that it "
+            "has made: cast before"
+        )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = model.named_buffers(remove_duplicate=False)
     floats = {n: b for n, b in named if b.dtype in _CASTABLE}

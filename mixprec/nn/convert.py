@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import _said, scaling
+from .._local_gradients import is_fully_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
 from ..recipes import Recipe
@@ -200,9 +200,8 @@ def _convert(
         for fqn, layer_recipe in chosen.items()
         if not kinds.takes_outliers(layers[fqn])
     }
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for fqn in chosen:
-        if isinstance(layers[fqn], fsdp) and not isinstance(layers[fqn], Layer):
+        if is_fully_sharded(layers[fqn]) and not isinstance(layers[fqn], Layer):
             raise ValueError(
                 f"convert: {fqn or 'the model'} must not be wrapped by fully_shard yet, whose "
                 "class it would lose: convert before"

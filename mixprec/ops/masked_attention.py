@@ -6,7 +6,6 @@ it sees that nothing is masked, passes one while it is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,24 +89,13 @@ _THREE = "float scale, ScalarType low) -> (Tensor, Tensor, Tensor)"
 _SAVED = "Tensor out, Tensor logsumexp, Tensor remainder"
 
 
-def _define(name: str, schema: str, run: Callable[..., Any] | None, fake: Any) -> Any:
-    library.LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"mixprec::{name}", fake, lib=library.LIBRARY)
-    if run is not None:
-        library.LIBRARY.impl(name, run, "CPU")
-    return getattr(torch.ops.mixprec, name).default
-
-
 # mask: bool [..., T, S], of two to four dimensions -> int64 []: from each of its values, 2 if every
 # query sees every key, 1 if query i sees the keys 0 to i only, 0 for any other mask.
-mask_pattern = _define(
+mask_pattern = library.define(
     "mask_pattern", "(Tensor mask) -> Tensor", None, lambda x: x.new_empty((), dtype=torch.int64)
 )
-# A copy that the compiler does not compute anew in the backward pass, from what a program may have
-# written since.
-saved_copy = _define("saved_copy", "(Tensor x) -> Tensor", torch.clone, torch.empty_like)
-masked_attention = _define("masked_attention", f"({_GIVEN}, {_THREE}", _attention, _fake)
-masked_attention_backward = _define(
+masked_attention = library.define("masked_attention", f"({_GIVEN}, {_THREE}", _attention, _fake)
+masked_attention_backward = library.define(
     "masked_attention_backward",
     f"(Tensor g, {_GIVEN}, {_SAVED}, {_THREE}",
     _attention_backward,

@@ -245,7 +245,8 @@ def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
     """A state to save: codes as BF16 where there are other ranks, which may cut other blocks;
     elsewhere under `<moment>_codes`, so that they are never taken for values."""
     coded = [name for name in moments if name + _SCALE in state]
-    if dist.is_available() and dist.is_initialized():
+    ranks = dist.is_available() and dist.is_initialized()
+    if ranks or any(is_sharded(state[name]) for name in coded):
         return widened(state, moments, torch.bfloat16) if coded else state
     return {name + _CODES if name in coded else name: value for name, value in state.items()}
 

@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import mixprec
+from mixprec.formats import E4M3, E5M2, FP16
+from mixprec.recipes import Recipe
 
 WIDTH, LENGTH, STEPS = 32, 6, 3
 RECIPES = "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"
@@ -152,6 +154,21 @@ def plain_and_compiled() -> None:
     parallelize_module(model, mesh, {"0.gate": ColwiseParallel()})
     weight, layer = model[0].gate.weight, mixprec.nn.Linear(WIDTH, WIDTH, bias=False)
     layer.weight = weight
+    for recipe in (
+        Recipe("o", E4M3, E4M3, E5M2, outliers=0.1),
+        Recipe("c", FP16, FP16, FP16, clip_activations=True),
+    ):
+        sharded = mixprec.convert(make_model(), recipe)
+        if recipe.has_outliers:
+            mixprec.choose_outliers(sharded, [data(0, 0)])
+        parallel(sharded, mesh, False)
+        with pytest.raises(
+            ValueError, match=r"^linear: recipe must have neither outliers nor clip"
+        ):
+            sharded(data(0, 0))
+    model = fully_shard(make_model(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"^cast_parameters: model must not be wrapped by fully_s"):
+        mixprec.cast_parameters(model, torch.bfloat16)
     with pytest.raises(TypeError, match=r"^linear: x must be a DTensor on the mesh of"):
         layer(data(0, 0))
 

@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -111,3 +113,18 @@ def driver() -> int:
 _capabilities: dict[int, Capability] = {}
 # Constant for the process: torch.compile need not trace into the driver query.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def define(name: str, schema: str, run: Callable[..., Any] | None, fake: Callable[..., Any]) -> Any:
+    """An op that is no `Op`, because it has no backends to choose from. run: None if the compiled
+    library has its CPU kernel."""
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"mixprec::{name}", fake, lib=LIBRARY)
+    if run is not None:
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    return getattr(torch.ops.mixprec, name).default
+
+
+# For compiled code: a copy to save for backward. A clone would be computed there anew, from what
+# the program may have written in between.
+saved_copy = define("saved_copy", "(Tensor x) -> Tensor", torch.clone, torch.empty_like)
