@@ -28,7 +28,7 @@ help:
 
 #: make demo    train one GPT in fp32, bf16, fp16, fp8, and in fp32 from another seed; results in
 #:              demo/ (FULL=1: longer)
-demo: needs-demo $(READY)
+demo: needs-demo $(call ready_for,demo)
 	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
 # $(call TIMED,COMMAND): its last line says how long it took.
@@ -51,18 +51,18 @@ CHOSEN = $(if $(strip $(TESTS)),$(ARGS) $(addprefix ../../,$(TESTS)),$(QUICKLY) 
 QUICKLY = $(PARALLEL) -m "not slow and not exhaustive"
 #: make test    run the tests that a change needs, in two processes (WORKERS=8 for eight;
 #:              TESTS=tests/ops/test_gemm.py ARGS=-x for some tests, in one process)
-test: needs-test $(READY)
+test: needs-test $(call ready_for,test)
 	$(call TIMED,$(PYTEST) $(CHOSEN))
 
 SLOWLY = slow and not exhaustive
 #: make test-slow    run the tests that start programs, several ranks or inductor
-test-slow: needs-test $(READY)
+test-slow: needs-test $(call ready_for,test)
 	$(call TIMED,$(PYTEST) $(PARALLEL) -m "$(SLOWLY)" $(ARGS) $(QUICK))
 
 # Twice, because triton reads TRITON_INTERPRET when it is imported: modules of the other kind are
 # skipped and say so. (5: all of them, where triton is not installed.)
 #: make test-kernels run the GPU kernels on the CPU: emulated, and in the interpreter of Triton
-test-kernels: needs-test $(READY)
+test-kernels: needs-kernels $(call ready_for,test) $(call ready_for,kernels)
 	$(call TIMED,{ ( export TRITON_INTERPRET=1; \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ../../tests/emulated/values ) || [ $$? = 5 ]; } && \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
@@ -70,7 +70,7 @@ test-kernels: needs-test $(READY)
 #: make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric, peft and
 #:                TRL and write which versions they ran with into docs/integrations.md; measure
 #:                each family of models for docs/models.md
-integrations-table: needs-integrations $(READY)
+integrations-table: needs-integrations $(call ready_for,test)
 	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
 	  $(PYTEST) $(ARGS) ../../tests/integrations
 	@$(RUN) -m mixprec.bench.studies.models --out "$(CURDIR)/bench/results/cpu/model-table.json"
@@ -84,7 +84,7 @@ versions: needs-build $(READY)
 #: make mutate BASE=REV  plant wrong variants of the lines that differ from that revision, run the
 #:              tests that reach each, print those that no test sees (N=20 SEED=1: so many, drawn at
 #:              random; ONLY="mixprec/optim csrc": of these files; TESTS=tests/training: these tests)
-mutate: needs-test $(READY)
+mutate: needs-test $(call ready_for,test)
 	@$(if $(BASE),,echo "make mutate: BASE must be a revision, such as BASE=main" >&2; exit 2;) \
 	  $(RUN) ../../.ci/mutate.py "$(BASE)" "$(N)" "$(SEED)" "$(WORKERS)" \
 	  "$(or $(ONLY),mixprec triton_kernels csrc)" "$(or $(TESTS),$(QUICK:../../%=%))"
@@ -100,16 +100,16 @@ wheel wheel-check:
 	$(call TIMED,"$(or $(PYTHON),$(PYTHON3))" .ci/wheels.py $(if $(filter wheel,$@),build,check) $(ARGS))
 
 #: make docs    build the documentation site in build/docs; warnings and broken links are errors
-docs: needs-docs $(READY) $(DOCS_READY)
+docs: needs-docs $(call ready_for,examples) $(call ready_for,docs)
 	@$(RUN) -m sphinx -q -W --keep-going -b html "$(CURDIR)/docs" "$(CURDIR)/build/docs" $(ARGS)
 	@echo "the site: build/docs/index.html"
 
 #: make notebooks  run the notebooks of docs/, whose sources are the .py files, and store their output
-notebooks: needs-docs $(READY) $(DOCS_READY)
+notebooks: needs-docs $(call ready_for,examples) $(call ready_for,docs)
 	@$(RUN) -m jupytext --to ipynb --run-path . --execute "$(CURDIR)"/docs/notebooks/*.py
 
 #: make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors
-lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
+lint: needs-lint $(call ready_for,lint) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -m ruff check .
 	@$(WITH) "$(PY)" -m ruff format --check .
 	@$(WITH) "$(PY)" -m mypy
@@ -120,7 +120,7 @@ lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 # clears it again depends on which candidates have run before.
 bench: export MALLOC_TRIM_THRESHOLD_ ?= 8000000000
 bench: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
-bench: needs-build $(READY)
+bench: needs-build $(call ready_for,examples)
 	@$(RUN) -m mixprec.bench run --device cpu \
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
 

@@ -1,20 +1,20 @@
 # The environment that commands run in and mixprec is built for: .venv, or that of PYTHON.
-# PY: its interpreter. RUN: starts it. READY: the stamp of the build. NEEDS: names lacking packages.
+# PY: its interpreter. RUN: starts it. READY: the stamp of the build; $(call ready_for,EXTRA), of it with
+# that extra. NEEDS: names lacking packages.
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
 BUILD_TOOLS := setuptools wheel pybind11 ninja
-EXTRAS := test,examples
 PIP = "$(PY)" -m pip install -q --disable-pip-version-check
 
 ifeq ($(strip $(PYTHON)),)
 PY := $(CURDIR)/.venv/bin/python
 KEY := venv
 READY := .venv/.built
-LINT_READY := .venv/.lint
-DOCS_READY := .venv/.docs
+# With what an extra of mixprec installs.
+ready_for = .venv/.$(1)
 NEEDS =
 WITH := PATH="$(CURDIR)/.venv/bin:$$PATH"
 else
@@ -25,8 +25,7 @@ $(error PYTHON=$(PYTHON) is not a program)
 endif
 KEY := $(or $(shell "$(PY)" .ci/environment.py key 2>/dev/null),none)
 READY := build/ext/$(KEY)/.built
-LINT_READY :=
-DOCS_READY :=
+ready_for = $(READY)
 NEEDS = @"$(PY)" .ci/environment.py packages pip setuptools torch $(1)
 # The environment is not written to, not even byte code.
 WITH := PYTHONDONTWRITEBYTECODE=1 PATH="$(dir $(PY)):$$PATH" \
@@ -42,10 +41,11 @@ PACKAGES_build :=
 PACKAGES_test := scipy pytest pytest_xdist hypothesis numpy matplotlib gfloat ml_dtypes
 PACKAGES_integrations := pytest hypothesis numpy transformers accelerate lightning peft trl datasets
 PACKAGES_gpu-test := pytest pytest_xdist hypothesis numpy matplotlib
+PACKAGES_kernels := $(PACKAGES_test) triton
 PACKAGES_demo := matplotlib
 PACKAGES_lint := ruff mypy clang_format
 PACKAGES_docs := sphinx myst_nb furo sphinx_copybutton jupytext ipykernel
-NEEDED := $(addprefix needs-,build test integrations gpu-test demo lint docs)
+NEEDED := $(addprefix needs-,build test kernels integrations gpu-test demo lint docs)
 .PHONY: $(NEEDED)
 $(NEEDED): needs-%:
 	$(call NEEDS,$(PACKAGES_$*))
@@ -58,6 +58,10 @@ $(TORCH_READY):
 	  "python3 python3-venv python3-dev g++" >&2; exit 1; }
 	@"$(PYTHON3)" .ci/build_checks.py venv
 	"$(PYTHON3)" -m venv .venv
+	@command -v nvidia-smi >/dev/null || echo "make: no GPU was found. Unless pip is set up otherwise," \
+	  "\"$(TORCH)\" brings CUDA, a download of about 3 GB; its build for CPUs has 200 MB: make TORCH=..." \
+	  "with what https://pytorch.org/get-started/locally says for pip and CPU, or make" \
+	  "PYTHON=/path/to/python with a torch that is there" >&2
 	$(PIP) $(TORCH)
 	$(PIP) $(BUILD_TOOLS)
 	@rm -f .venv/.torch-*
@@ -67,11 +71,12 @@ $(TORCH_READY):
 # A changed C++ source alone needs no pip.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
 	@$(WITH) "$(PY)" setup.py build_ext --inplace
-	$(if $(filter-out $(CXX_SOURCES),$?),$(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]")
+	$(if $(filter-out $(CXX_SOURCES),$?),$(WITH) $(PIP) --no-build-isolation -e .)
 	@touch $@
 	@[ "$$MIXPREC_WERROR" != 1 ] || { mkdir -p build/werror/venv && touch build/werror/venv/.built; }
 
-.venv/.lint .venv/.docs: .venv/.%: .venv/.built
+STAMPS := $(addprefix .venv/.,demo examples test kernels lint docs)
+$(STAMPS): .venv/.%: $(TORCH_READY) $(BUILD_FILES) | .venv/.built
 	$(PIP) $$("$(PY)" .ci/environment.py extra $*)
 	@touch $@
 

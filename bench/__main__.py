@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import device, report, results, table, tune
+from . import device, front, report, results, table, tune
 from .cases import select
 from .cases.registry import Case
 from .environment import environment
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
     add = command(_report, "report", "write the measured tables into README and docs")
     add("--root", type=Path, default=Path(), help="the repository (default: here)")
+    add("--pictures", action="store_true", help="and draw README's, which needs matplotlib")
     return parser
 
 
@@ -168,7 +169,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    for path in report.write(args.root):
+    drawn = front.draw(args.root) if args.pictures else []
+    for path in [*drawn, *report.write(args.root)]:
         print(f"{path}: brought up to date")
     return 0
 

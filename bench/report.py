@@ -17,7 +17,7 @@ from typing import Any
 from mixprec.diagnostics.memory_report import MemoryReport
 from mixprec.formats import BLOCK, FORMATS
 
-from . import device, pages, results, table
+from . import device, front, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
 from .studies import accuracy, peak, predicted_step, step_counts
@@ -71,47 +71,6 @@ def model_steps(root: Path) -> str:
     contents += [results.load(p) for p in sorted((root / results.CPU).glob("models-*.json"))]
     columns = {f"training/{name}": name for name in models.MODELS}
     return "\n\n".join(filter(None, (_ways(content, columns) for content in contents)))
-
-
-def speed(content: dict[str, Any]) -> str:
-    """In a sentence: the fastest training step of the larger GPT, and the step of AdamW."""
-    rows = [row for row in content["rows"] if row["status"] == "ok"]
-    gpt = [row for row in rows if row["name"].startswith("training/gpt/4x512/")]
-    row = min(gpt, key=lambda row: row["median"]["ours"])
-    best = best_baseline(row["median"])
-    assert best is not None
-    ours, torchs = row["median"]["ours"], row["median"][best]
-    fused = "torch unscale, clip, fused"
-    steps = [r["median"][fused] / r["median"]["ours"] for r in rows if fused in r["median"]]
-    where = content["environment"]
-    way = row["name"].rpartition("/")[2].replace("-", ", ")
-    return (
-        f"Speed: on {where['processor']} ({where['isa']}, {where['threads']} threads) a training "
-        f"step of a GPT of 4 blocks of width 512 takes {quantity(1e3 * ours, 'ms')} in {way}, and "
-        f"{quantity(1e3 * torchs, 'ms')} in the fastest way of torch alone "
-        f"({best.removeprefix('torch ')}). A step of AdamW with unscaling and clipping is "
-        f"{min(steps):.2f} to {max(steps):.2f} times as fast as torch's fused one."
-    )
-
-
-def bench_summary(content: dict[str, Any]) -> str:
-    """How many times as fast as torch the ops are, over the cases of each op and baseline."""
-    groups: dict[tuple[str, str], list[float]] = {}
-    for row in content["rows"]:
-        if row["name"].startswith("training/gpt/"):
-            continue
-        best = best_baseline(row["median"]) if row["status"] == "ok" else None
-        target = row["target"]
-        # Other units compare two ways of ours.
-        if best is not None and target is not None and target["unit"] == "x":
-            speedup = row["median"][best] / row["median"]["ours"]
-            groups.setdefault((row["op"], best), []).append(speedup)
-    body = []
-    for (op, name), found in groups.items():
-        low, high = quantity(min(found), "x"), quantity(max(found), "x")
-        body.append((op, name, str(len(found)), low if low == high else f"{low} to {high}"))
-    shown = table.markdown(("op", "baseline", "cases", "times as fast"), body)
-    return f"{shown}\n\n{pages.machine(content['environment'])}"
 
 
 def lean(content: dict[str, Any]) -> str:
@@ -244,11 +203,6 @@ def build(root: Path, source: str) -> str:
     return table.markdown(_BUILD_HEADER, body)
 
 
-def gpu_state(root: Path) -> str:
-    names = ", ".join(gpu_results(root))
-    return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
-
-
 def memory(root: Path) -> str:
     files = (root / results.CPU / f"peak-{model}.json" for model in peak.NAMES)
     return peak.summary(map(results.read_json, files))
@@ -281,8 +235,6 @@ def counts(root: Path) -> str:
 # peak-gpt.json; of others.
 OF_BENCH: dict[str, Block] = {
     "bench": bench,
-    "bench summary": bench_summary,
-    "speed": speed,
     "training steps": training_steps,
 }
 OF_A_FILE: dict[str, Block] = {
@@ -297,10 +249,11 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "model steps": model_steps,
     "demo": demo,
     "gpu": gpu,
-    "gpu state": gpu_state,
     "gpu steps": steps,
     "gpu predicted": predicted_step.table_of,
     "memory": memory,
+    "headline": front.headline,
+    "processors": front.processors,
     "build": build,
     "step counts": counts,
     "format tables": format_tables,

@@ -192,7 +192,7 @@ def sentence(content: dict[str, Any], recipes: list[str]) -> str:
     ]
     return (
         f"Those are single runs. The mean over {content['summary'][0]['seeds']} seeds against "
-        f"FP32, with its 95 % interval ([accuracy](docs/accuracy.md)): {'; '.join(found)}."
+        f"FP32, with its 95 % interval: {'; '.join(found)}."
     )
 
 

@@ -30,7 +30,7 @@ NAMES = {"phi3": "Phi-3 of transformers", "gpt": "GPT of examples/"}  # peak-MOD
 SIZES = {"layers": 4, "width": 512, "context": 256, "batch": 8}
 VOCABULARY = {"gpt": 256, "phi3": 12000}
 FIRST = "FP32"
-# What README.md shows, and how it says so.
+# What docs/choose.md shows, and how it says so.
 CHOSEN = {
     FIRST: "in FP32",
     "`torch.autocast`, bf16": "under `torch.autocast`",
@@ -107,7 +107,7 @@ def block(content: dict[str, Any]) -> str:
 
 
 def summary(contents: Iterable[dict[str, Any]]) -> str:
-    """A sentence for README.md, with a list of peaks for each model."""
+    """A sentence for docs/choose.md, with a list of peaks for each model."""
     lists = []
     for content in contents:
         found, what = measured(content), content["what"].partition(",")[0]

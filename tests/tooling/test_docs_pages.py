@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 import runpy
 import sys
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.bench import report, results
+from mixprec.bench import front, report, results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -22,6 +24,15 @@ KINDS = ("linear", "attention", "activation", "norm", "loss", "other")
 def test_tables_are_the_committed_results() -> None:
     for page, text in report.render(ROOT).items():
         assert text == page.read_text(), f"{page.name}: run python -m mixprec.bench report"
+
+
+def test_pictures_show_the_committed_results() -> None:
+    """Of README.md: an SVG has the numbers that it was drawn from."""
+    found = front.figures(ROOT)
+    for name in front.PICTURES.values():
+        text = html.unescape((ROOT / name).read_text())
+        (shown,) = re.findall(r"<dc:description>(.*?)</dc:description>", text, re.S)
+        assert json.loads(shown) == found, f"{name}: run python -m mixprec.bench report --pictures"
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""The peaks of processes in docs/memory.md and README.md, and the program that measures them."""
+"""The peaks of processes in docs/memory.md and docs/choose.md, and their program."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_third_is_of_what_a_step_keeps() -> None:
     assert kept["balanced"] / kept["fp32"] == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_the_sentence_of_the_readme() -> None:
+def test_the_sentence_of_the_page() -> None:
     """The same ways of each model, in the same order."""
     text = peak.summary(COMMITTED[model] for model in peak.NAMES)
     _, *lists = re.split(r"parameters\): ", text)
