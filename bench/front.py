@@ -62,8 +62,9 @@ def headline(root: Path) -> str:
         f"BF16 training steps of {', '.join(names[:-1])} and {names[-1]} run **{min(speed):.2f} to "
         f"{max(speed):.2f} times as fast** as PyTorch's fastest way (FP32 or autocast, eager or "
         f"compiled) on {SHOWN} ([how measured](docs/benchmarks.md)). The memory of a process that "
-        f"trains Phi-3 falls from {peaks['FP32']:,.0f} MB in FP32 and {peaks['torch.autocast']:,.0f} MB under "
-        f"`torch.autocast` to **{peaks['lean, checkpointing']:,.0f} MB**."
+        f"trains Phi-3 falls from {peaks['FP32']:,.0f} MB in FP32 and "
+        f"{peaks['torch.autocast']:,.0f} MB under `torch.autocast` to "
+        f"**{peaks['lean, checkpointing']:,.0f} MB**."
     )
 
 
