@@ -2,7 +2,8 @@
 
 What 16-bit training asks of it is FP32 where range or many small summands matter: the norms'
 weights and statistics, the rotation of queries and keys, softmax, and the loss. The rotation is
-mixprec's, which computes in FP32 and reads and writes the dtype of its input.
+mixprec's, which computes in FP32 and reads and writes the dtype of its input. Blocks hand on x and
+what is to be added to it, which the next norm adds in one pass (`mixprec.nn.ResidualSequential`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mixprec.functional
+from mixprec.nn import ResidualSequential
 
 BYTES = 256
 
@@ -50,7 +52,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of norm(x), rotary positions. Source: RoFormer (Su et al., 2021)."""
+    """Causal self-attention of norm(x + branch), rotary positions; returns x + branch as well.
+
+    Source: RoFormer (Su et al., 2021).
+    """
 
     rotate = staticmethod(mixprec.functional.rotary_qkv)  # or another function like it
     attend = staticmethod(attend)
@@ -58,7 +63,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Sequential(
+        self.qkv = ResidualSequential(
             Norm(config.width), nn.Linear(config.width, 3 * config.width, bias=False)
         )
         self.proj = nn.Linear(config.width, config.width, bias=False)
@@ -68,28 +73,35 @@ class Attention(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         time = x.shape[1]
-        q, k, v = self.rotate(self.qkv(x), self.cos[:time], self.sin[:time], heads=self.heads)
-        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        qkv, x = self.qkv(x, branch)
+        q, k, v = self.rotate(qkv, self.cos[:time], self.sin[:time], heads=self.heads)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2)), x
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + mlp(x); both begin with a norm."""
+    """x + attention(x), then x + mlp(x); both begin with a norm. Takes and returns x and what is to
+    be added to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.mlp = nn.Sequential(
+        self.mlp = ResidualSequential(
             Norm(config.width),
             nn.Linear(config.width, 4 * config.width, bias=False),
             nn.GELU(),
             nn.Linear(4 * config.width, config.width, bias=False),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x)
-        return x + self.mlp(x)
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        branch, x = self.attention(x, branch)
+        branch, x = self.mlp(x, branch)
+        return x, branch
 
 
 class GPT(nn.Module):
@@ -115,8 +127,8 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=1.0)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x, branch = self.embedding(tokens), None
         for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+            x, branch = block(x, branch)
+        logits = self.head(self.norm(x if branch is None else x + branch))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -141,7 +141,7 @@ def norm_quantize(
     by_tensor = cast.granularity == "tensor" and x.numel() > 0
     of_amax = by_tensor and cast.dtype.itemsize == 1
     if by_tensor and not cast.transpose:
-        made, result = to_cast(source, cast, cast.scale)
+        made, result = to_cast(source, cast, cast.scale, cast.record)
         if of_amax:
             rows("amax", result)
         rows("cast", result)

@@ -54,7 +54,9 @@ def _scales(source, results, to):
 @triton.jit
 def raise_amax(result, bits, to):
     """To the largest of these magnitudes, unless it was needed and known before."""
-    if result.scale is not None or (to.Q != "e4m3" and to.Q != "e5m2"):
+    if result.record is not None:
+        tl.atomic_max(result.record, tl.max(bits), sem="relaxed")
+    elif result.scale is not None or (to.Q != "e4m3" and to.Q != "e5m2"):
         tl.atomic_max(result.amax, tl.max(bits), sem="relaxed")
 
 
@@ -105,17 +107,21 @@ def scale_inv_of_nothing(scale: torch.Tensor | None, device: torch.device) -> to
 def _quantize_tensor(source: Source, cast: Any, amax: torch.Tensor | None) -> list[Results]:
     """amax: that of the values, if it is known."""
     scales = (cast.scale, None)[: source.blocks.value]
-    made, results = zip(*(to_cast(source, cast, scale, amax) for scale in scales), strict=True)
+    records = (cast.record, None)
+    each = zip(scales, records, strict=False)
+    made, results = zip(*(to_cast(source, cast, *given, amax) for given in each), strict=True)
     if source.x.numel() == 0:
         for (_, _, scale_inv, *_), scale in zip(made, scales, strict=True):
             scale_inv.copy_(scale_inv_of_nothing(scale, source.x.device))
+        if cast.record is not None:
+            cast.record.clamp_min_(0.0)
         return list(made)
     M, K = source.size()
     to, options = target_of(source, cast), {"num_warps": 8, "enable_fp_fusion": False}
     with on(source.x):
         if cast.dtype.itemsize == 1 and amax is None:
             given = scales[0] if len(scales) == 1 else None
-            amax_into(source, *(result[4] for result in made), given=given)
+            amax_into(source, *(result.amax for result in results), given=given)
         if cast.transpose:
             quantize_transpose_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)](
                 source, results, to, M, K, **options, TILE_M=TILE_M, TILE_K=TILE_K

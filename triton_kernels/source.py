@@ -88,6 +88,7 @@ class Result(NamedTuple):
     scale_inv: Any = None
     scale_inv_t: Any = None
     amax: Any = None  # [] int32 bits, initially 0
+    record: Any = None  # [] int32 bits: raised to it, which is then no result
     row_amax: Any = None  # [M], likewise
     column_amax: Any = None  # [K], likewise
 
@@ -96,7 +97,11 @@ TILE = 128  # of the scales by blocks
 
 
 def to_cast(
-    source: Source, cast: Any, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None
+    source: Source,
+    cast: Any,
+    scale: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], Result]:
     """The results of a cast, allocated, and the same as an argument of a kernel. amax: that of the
     values, if it is known."""
@@ -130,7 +135,10 @@ def to_cast(
     else:
         bits = amax.view(torch.int32)
     result = result._replace(amax=bits)
-    return (data, data_t, scale_inv, scale_inv_t, bits.view(torch.float32)), result
+    largest = bits.view(torch.float32)
+    if record is not None:
+        result, largest = result._replace(record=record.view(torch.int32)), largest.new_empty((0,))
+    return (data, data_t, scale_inv, scale_inv_t, largest), result
 
 
 @triton.jit

@@ -31,8 +31,6 @@ from unittest.mock import patch
 
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import mixprec
@@ -44,6 +42,7 @@ from ..cases.quantize import GPU_SHAPE, in_torch
 from ..environment import environment
 from ..table import markdown
 from .profile_step import PARTS, Size, in_recipe, model_of
+from .step_counts import Ops
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = results.RESULTS / "nvidia-h100-80gb-hbm3"
@@ -67,30 +66,15 @@ class Call(NamedTuple):
     of: Any = None
 
 
-class Counter(TorchDispatchMode):
+class Calls(Ops):
     """The calls of ops that are no views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, schema = func(*args, **(kwargs or {})), func._schema
-        name = schema.name.partition("::")[2].removesuffix("_").removesuffix("_reference")
-        aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
-        if name != "_unsafe_view" and all(alias.is_write for alias in aliases):
-            given = dict(zip((a.name for a in schema.arguments), args, strict=False))
-            written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
-            values = [*given.items(), *([] if written else [("result", result)])]
-            moved = sum(_size(value) * (1 + (key in written)) for key, value in values)
-            self.calls.append(_call(name, moved, given | (kwargs or {})))
-        return result
-
-
-def _size(value: Any) -> int:
-    """The bytes of all tensors in it."""
-    tensors = {id(t): t for t in tree_leaves(value) if torch.is_tensor(t)}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    def see(self, name: str, given: dict[str, Any], moved: list[torch.Tensor]) -> None:
+        self.calls.append(_call(name.removesuffix("_"), sum(x.nbytes for x in moved), given))
 
 
 def _call(name: str, moved: int, given: dict[str, Any]) -> Call:
@@ -106,7 +90,7 @@ def _call(name: str, moved: int, given: dict[str, Any]) -> Call:
     suffix = "-transpose" * bool(given["transpose"])
     if given["scale"] is not None:
         return Call(name, moved, 1, f"given{suffix}")
-    again = _size([given[key] for key in ("g", "x", "up") if key in given])
+    again = sum(given[key].nbytes for key in ("g", "x", "up") if given.get(key) is not None)
     return Call(name, moved + again, 2, f"current{suffix}")
 
 
@@ -123,7 +107,7 @@ def counted(recipe: str, fuse: bool, size: Size, as_measured: bool) -> dict[str,
     optimizer = mixprec.optim.AdamW(model.parameters(), max_grad_norm=1.0)
     tokens = torch.zeros(size.batch, size.context, dtype=torch.int64, device="meta")
     for _ in range(2):  # the first makes the state
-        found = {part: Counter() for part in PARTS}
+        found = {part: Calls() for part in PARTS}
         with (
             patch.object(functional, "scaled_dot_product_attention", _attention),
             patch.object(operands, "wants_k_major", lambda *_: True),  # as on Hopper
@@ -135,7 +119,7 @@ def counted(recipe: str, fuse: bool, size: Size, as_measured: bool) -> dict[str,
             with found["update"]:
                 optimizer.step()
             optimizer.zero_grad()
-    return {part: counter.calls for part, counter in found.items()}
+    return {part: seen.calls for part, seen in found.items()}
 
 
 class Rates:
@@ -201,9 +185,9 @@ def _chain(kind: str) -> int:
     """The bytes of the baseline of a cast in eager torch."""
     x = torch.empty(GPU_SHAPE, dtype=torch.bfloat16, device="meta")
     scale = torch.empty((), device="meta") if kind.startswith("given") else None
-    with Counter() as counter:
+    with Calls() as seen:
         in_torch("tensor", scale, kind.endswith("transpose"), x)
-    return sum(call.bytes for call in counter.calls)
+    return sum(call.bytes for call in seen.calls)
 
 
 def predicted(
@@ -218,9 +202,7 @@ def predicted(
             term, seconds = rates.seconds(call)
             terms[term] += 1e3 * seconds
             device[part] += 1e3 * seconds
-            # An amax is recorded in the call of its layer, of fused ones in a call of its own.
-            recorded = call.op == "clamp_min" and not fuse
-            in_a_call = recorded or (term == "casts" and not as_measured)
+            in_a_call = term == "casts" and not as_measured
             if part != "update" and not in_a_call:
                 each = rates.torchs if term == "other kernels" else rates.ours
                 calls[part] += 1e3 * slower * each

@@ -73,7 +73,30 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 ONLY_WRITE = ("copy_", "fill_", "zero_")
 
 
-class Counts(TorchDispatchMode):
+class Ops(TorchDispatchMode):
+    """Calls `see` for each op that is no view, while it is entered as a mode."""
+
+    def see(self, name: str, given: dict[str, Any], moved: list[torch.Tensor]) -> None:
+        """given: the arguments by name; moved: the tensors that are read or written, once each."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, schema = func(*args, **(kwargs or {})), func._schema
+        name = schema.name.partition("::")[2].replace("_reference", "")
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+        names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        read, made, written = (
+            [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+            for tree in (given, result, [given.get(n) for n in names])
+        )
+        memory = {x.untyped_storage()._cdata for x in read}
+        written += [x for x in made if x.untyped_storage()._cdata not in memory]
+        if written:
+            self.see(name, given, [*(read[1:] if name in ONLY_WRITE else read), *written])
+        return result
+
+
+class Counts(Ops):
     """Launches on the fake device, always; bytes of ops, where it is entered as a mode."""
 
     def __init__(self) -> None:
@@ -99,35 +122,10 @@ class Counts(TorchDispatchMode):
             self._runtime.gpu_on_cpu_set_launches(count)
             self._aside = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2].removesuffix("_reference")
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        written = _written(func, args)
-        memory = {_memory(x) for x in given}
-        is_view = not written and all(_memory(x) in memory for x in made)
+    def see(self, name: str, given: dict[str, Any], moved: list[torch.Tensor]) -> None:
         product = name in PRODUCTS or name.startswith("gemm")
-        if self._aside or is_view or product or name in ALLOCATIONS:
-            return result
-        if name in ONLY_WRITE:
-            given = given[1:]
-        elif written:
-            made = written
-        self.bytes[name] += sum(map(_size, [*given, *(written or made)]))
-        return result
-
-
-def _memory(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _written(func: Any, args: Any) -> list[torch.Tensor]:
-    """The arguments that an op writes in place."""
-    schema = func._schema.arguments
-    places = [i for i, a in enumerate(schema) if a.alias_info and a.alias_info.is_write]
-    leaves = tree_leaves([args[i] for i in places if i < len(args)])
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not (self._aside or product or name in ALLOCATIONS):
+            self.bytes[name] += sum(map(_size, moved))
 
 
 def _size(x: torch.Tensor) -> int:

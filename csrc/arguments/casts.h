@@ -18,17 +18,19 @@ struct Cast {
   bool transpose;
   std::string granularity;
   bool power_of_two_scale;
+  MaybeTensor record = {};  // raised to the amax, which is then no result
 };
 
 inline Dtype check_cast(const Cast& cast, const Tensor& x, const char* op) {
   Dtype to = dtype_of(cast.type, op);
-  bool given = cast.scale.has_value();
+  bool given = cast.scale.has_value(), records = cast.record.has_value();
   STD_TORCH_CHECK(to != Dtype::f64 && (to != Dtype::f32 || !(cast.transpose || given)), op,
                   ": dtype must be fp8, fp16 or bf16, or fp32 without scale and transpose");
   STD_TORCH_CHECK(!cast.transpose || x.dim() >= 2, op,
                   ": transpose needs x of 2 or more dimensions");
-  STD_TORCH_CHECK(cast.granularity == "tensor" || (is_fp8(to) && !given), op,
+  STD_TORCH_CHECK(cast.granularity == "tensor" || (is_fp8(to) && !given && !records), op,
                   ": scales by rows or blocks are for fp8 and come from x");
+  if (records) check_scalar(*cast.record, ScalarType::Float, x, op, "record");
   return to;
 }
 

@@ -28,7 +28,8 @@ Inputs inputs_of(const Tensor& x, const MaybeTensor& up, const char* op) {
 
 // x, up: any shape, of one dtype -> the results of a cast
 Quantized act_quantize(Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
-                       bool transpose, Text granularity, bool power_of_two_scale) {
+                       bool transpose, Text granularity, bool power_of_two_scale,
+                       MaybeTensor record) {
   const char* op = "act_quantize";
   Inputs in = inputs_of(x, up, op);
   Activation act = activation_of(kind, op);
@@ -37,13 +38,14 @@ Quantized act_quantize(Tensor x, MaybeTensor up, Text kind, ScalarType type, May
     int64_t i = first * cols;
     loops().act(act, in.dtype, in.x_at(i), in.up_at(i), out[0], rows * cols);
   };
-  return cast_rows(op, x, {type, scale, transpose, granularity, power_of_two_scale}, 1, produce)[0];
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
+  return cast_rows(op, x, cast, 1, produce)[0];
 }
 
 // g, x, up: any shape -> the results of a cast of dx, then of dup (empty without up)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 act_backward(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
-             bool transpose, Text granularity, bool power_of_two_scale) {
+             bool transpose, Text granularity, bool power_of_two_scale, MaybeTensor record) {
   const char* op = "act_backward";
   Inputs in = inputs_of(x, up, op);
   Activation act = activation_of(kind, op);
@@ -56,8 +58,8 @@ act_backward(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, May
     loops().act_backward(act, g_dtype, in.dtype, at(g.const_data_ptr(), g_dtype, i), in.x_at(i),
                          in.up_at(i), out[0], out[1], rows * cols);
   };
-  auto casts = cast_rows(op, x, {type, scale, transpose, granularity, power_of_two_scale},
-                         up.has_value() ? 2 : 1, produce);
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
+  auto casts = cast_rows(op, x, cast, up.has_value() ? 2 : 1, produce);
   auto nothing = [] { return empty({0}, ScalarType::Float); };
   if (!up.has_value()) {
     casts.emplace_back(empty({0}, type), empty({0, 0}, type), nothing(), nothing(), nothing());

@@ -108,7 +108,7 @@ std::vector<Quantized> cast_whole(const Tensor& x, Job& job, const Produce& prod
   std::vector<Quantized> casts;
   for (Output& out : job.outputs) {
     casts.push_back(quantize(out.values, job.cast.type, std::nullopt, job.cast.transpose,
-                             job.cast.granularity, job.cast.power_of_two_scale));
+                             job.cast.granularity, job.cast.power_of_two_scale, std::nullopt));
   }
   return casts;
 }
@@ -164,8 +164,9 @@ std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& ca
   std::vector<Quantized> casts;
   for (Output& out : job.outputs) {
     if (job.blocks.rows == 0) out.scale_inv = empty_scalar(1.0f / out.scale);
+    const MaybeTensor& record = casts.empty() ? cast.record : std::nullopt;
     casts.emplace_back(out.data, out.data_t, out.scale_inv, out.scale_inv_t,
-                       empty_scalar(bits_float(out.largest)));
+                       recorded(record, bits_float(out.largest)));
   }
   return casts;
 }

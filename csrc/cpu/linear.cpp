@@ -176,12 +176,10 @@ struct CpuLayer {
                     kOp, ": scale must be fp32 [2]");
     return read_fp32(*d.scale)[d.index];
   }
-  // *largest = max(*largest, amax), where NaN stays: it keeps the step out of the history.
   static void record(const MaybeTensor& largest, float amax) {
     if (!largest.has_value()) return;
     check_scalar(*largest, ScalarType::Float, *largest, kOp, "amax");
-    float& seen = *fp32_of(*largest);
-    seen = std::isnan(seen) || std::isnan(amax) ? seen + amax : std::max(seen, amax);
+    recorded(largest, amax);
   }
 };
 

@@ -47,7 +47,7 @@ void add_bands(const std::vector<float>& rows, int64_t bands, int64_t k, float* 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
-    bool power_of_two_scale) {
+    bool power_of_two_scale, MaybeTensor record) {
   Dtype dtype = check_rows(x, x, "norm_quantize: x");
   auto [m, k] = as_matrix(x);
   std::vector<float> w = vector_of(weight, k, 1.0f, "norm_quantize: weight");
@@ -90,8 +90,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
       loops().normalize(wide, row, w.data(), b.data(), out[0] + (r - first) * k, k);
     }
   };
-  auto casts = cast_rows("norm_quantize", x,
-                         {type, scale, transpose, granularity, power_of_two_scale}, 1, produce);
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
+  auto casts = cast_rows("norm_quantize", x, cast, 1, produce);
   return std::tuple_cat(casts[0], std::make_tuple(total, mean, rstd));
 }
 

@@ -180,11 +180,11 @@ CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, c
 }
 
 // x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
-// granularity), amax []
+// granularity), amax [] (or [0])
 Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
-                   bool power_of_two_scale) {
+                   bool power_of_two_scale, MaybeTensor record) {
   float_dtype(x, "quantize: x");
-  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale}, x, "quantize");
+  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale, record}, x, "quantize");
   STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");
   float given = read_scalar(scale, 0.0f, "quantize", "scale");
   CastMatrix cast =
@@ -193,7 +193,7 @@ Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
     return t ? std::move(*t) : empty({shape.begin(), shape.size()}, type);
   };
   return {cast.data, or_nothing(cast.data_t, {0, 0}, type), *cast.scale_inv,
-          or_nothing(cast.scale_inv_t, {0}, ScalarType::Float), empty_scalar(cast.amax)};
+          or_nothing(cast.scale_inv_t, {0}, ScalarType::Float), recorded(record, cast.amax)};
 }
 
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <string>
 
@@ -35,7 +36,7 @@ inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols,
 // The ops of quantize.cpp and quantize_mx.cpp that others call.
 Tensor amax(Tensor x);
 Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose, Text granularity,
-                   bool power_of_two_scale);
+                   bool power_of_two_scale, MaybeTensor record);
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(
     Tensor x, Text fmt, Text mode, bool transpose, MaybeTensor seed, bool swizzled, bool with_amax);
 Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, Text fmt,
@@ -74,6 +75,15 @@ inline void raise_to(std::atomic<uint32_t>& largest, uint32_t value) {
   }
 }
 
+// *record = max(*record, amax), where NaN stays: it keeps the step out of the history. Returns amax
+// as a result, [0] where it is recorded.
+inline Tensor recorded(const MaybeTensor& record, float amax) {
+  if (!record.has_value()) return empty_scalar(amax);
+  float& seen = *fp32_of(*record);
+  seen = std::isnan(seen) || std::isnan(amax) ? seen + amax : std::max(seen, amax);
+  return empty({0}, ScalarType::Float);
+}
+
 // q [rows, cols] with scale_inv, and, if cast.transpose, x^T quantized with scales of its own rows
 // or blocks: q_t [cols, rows] with scale_inv_t; with the one scale of the whole, that is null.
 // Returns the amax of x as bits.
@@ -84,7 +94,8 @@ uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q
 // computed before.
 using Produce = std::function<void(int64_t first, int64_t rows, float* const* out, bool again)>;
 
-// The casts of `count` tensors of x's shape, one or two; the second has a scale of its own amax.
+// The casts of `count` tensors of x's shape, one or two; the second has a scale of its own amax,
+// which is not recorded.
 std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& cast, int64_t count,
                                  const Produce& produce);
 

@@ -101,13 +101,15 @@ def mlp(
     norm_weight: torch.Tensor | None = None,
     norm_bias: torch.Tensor | None = None,
     eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
     recipe: Recipe | str = "fp8",
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return act(z @ up^T) @ down^T, or (act(z @ gate^T) * (z @ up^T)) @ down^T, with z = norm(x).
 
     x: [..., K]; up, gate: [H, K]; down: [N, H]; biases are added to the products. act: "silu",
     "gelu", "gelu_tanh" or "relu2" (relu(h)^2). norm, norm_*: as in `norm_linear`; None: z = x.
+    residual, with a norm: z = norm(x + residual), and the result is a pair with x + residual.
 
     The norm and the activation write the operands of the GEMMs, and the backward pass of the
     activation those of its GEMMs. Backward keeps the two operands, the hidden products and, with a
@@ -135,13 +137,14 @@ def mlp(
             )
     for used, name, tensor in (
         (norm, "norm_weight", norm_weight), (norm, "norm_bias", norm_bias),
-        (gate, "gate_bias", gate_bias),
+        (norm, "residual", residual), (gate, "gate_bias", gate_bias),
     ):  # fmt: skip
         if used is None and tensor is not None:
-            raise ValueError(f"{op}: {name} must be None without {name.split('_')[0]}")
+            needed = "gate" if name == "gate_bias" else "norm"
+            raise ValueError(f"{op}: {name} must be None without {needed}")
     kind = _norm(op, norm, eps)
-    (y,) = run_fused(
+    y, *total = run_fused(
         op, x, products, tensors, recipe, out_dtype or x.dtype, kind, norm_weight, norm_bias,
-        act=act,
+        residual, act,
     )  # fmt: skip
-    return y
+    return (y, total[0]) if total else y

@@ -101,9 +101,9 @@ class Fused(torch.autograd.Function):
             hidden = outputs
             up = hidden[1] if len(hidden) == 2 else None
             last = products[-1]
-            how = OperandCast.make("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
-            results = act_quantize_op(hidden[0], up, act, *how.cast)
-            qa = how.operand(results, last.delayed if grad_enabled else None)
+            use_t = need_w[-1] and grad_enabled
+            how = OperandCast.make("x", recipe, last.delayed, x.device, use_t, grad_enabled)
+            qa = how.operand(act_quantize_op(hidden[0], up, act, *how.cast))
             outputs = [multiply(qa, out_dtype)]
 
         saved_x = qx.for_backward if any(need_w[: len(first)]) else NOTHING
@@ -218,16 +218,16 @@ def _operand_of_x(
         qx = operands.cast_input(x, recipe, states[0], use_t=use_t, grad_enabled=record)
         total, mean, rstd = x, None, None
     else:
-        how = OperandCast.make("x", recipe, states[0], x.device, use_t)
+        how = OperandCast.make("x", recipe, states[0], x.device, use_t, record)
         results = norm_quantize_op(
             x, residual, norm_weight, norm_bias, norm.eps, norm.subtract_mean, *how.cast
         )
-        qx = how.operand(results, states[0] if record else None)
+        qx = how.operand(results)
         total, mean, rstd = results[5:]
         total = x if residual is None else total
     for state in states[1:] if record else ():  # they see the same x, by the scale of the first
         if state is not None and states[0] is not None:
-            state.amax.copy_(torch.maximum(state.amax, states[0].amax))
+            state.amax.clamp_min_(states[0].amax)
     return qx, total, mean, rstd
 
 
@@ -266,9 +266,7 @@ def _through_activation(
             operands.cast(grad_h, "g", recipe, p.delayed, use_t=use_t)
             for p, grad_h in zip(first, plain, strict=True)
         ], plain
-    return [
-        how.operand(piece, p.delayed) for p, piece in zip(first, pieces, strict=True)
-    ], [] if is_cast else [piece[0] for piece in pieces]
+    return [*map(how.operand, pieces)], [] if is_cast else [piece[0] for piece in pieces]
 
 
 def _grad_of_x(

@@ -135,11 +135,11 @@ def _cast(
         return Operand(Matrix(x.to(fmt.dtype).flatten(0, -2)))  # no copy if x has this dtype
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
-    how = OperandCast.make(role, recipe, delayed, x.device, use_t)
+    how = OperandCast.make(role, recipe, delayed, x.device, use_t, record)
     if groups and how.cast.granularity == "tensor" and how.cast.scale is None:
         scale = _scale_of_all(x, how.cast, groups)
         how = how._replace(cast=how.cast._replace(scale=scale))
-    return how.operand(quantize_op(x, *how.cast), delayed if record and recipe.is_delayed else None)
+    return how.operand(quantize_op(x, *how.cast))
 
 
 def _scale_of_all(x: torch.Tensor, how: Cast, groups: Sequence[Any]) -> torch.Tensor:
@@ -158,6 +158,8 @@ class OperandCast(NamedTuple):
 
     Of the block formats, ops that compute x have granularity "mx" for FP8 with the default
     settings; for the others, and for two recipes, they leave x in FP32, which `operand` then casts.
+    largest: what delayed scaling raises to the amax, which the op does, or, in compiled code,
+    `operand`.
     """
 
     role: str
@@ -165,14 +167,21 @@ class OperandCast(NamedTuple):
     use_t: bool
     cast: Cast
     delayed: Delayed | None = None
+    record: bool = True
+    largest: torch.Tensor | None = None
 
     @staticmethod
     def make(
-        role: str, recipe: Recipe, delayed: Delayed | None, device: torch.device, use_t: bool
+        role: str,
+        recipe: Recipe,
+        delayed: Delayed | None,
+        device: torch.device,
+        use_t: bool,
+        record: bool = True,
     ) -> OperandCast:
         first, second = recipe.casts(role)
         if use_t and second != first:
-            return OperandCast(role, recipe, use_t, _UNCAST, delayed)
+            return OperandCast(role, recipe, use_t, _UNCAST, delayed, record)
         recipe = first
         fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
         if fmt.bits == 16:
@@ -187,34 +196,36 @@ class OperandCast(NamedTuple):
             )
             mx = Cast(fmt.dtype, None, use_t, "mx")
             return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
-        scaled = delayed is not None and recipe.is_delayed and role in DELAYED_ROLES
-        scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
+        scale = largest = None
+        if delayed is not None and recipe.is_delayed and role in DELAYED_ROLES:
+            scale = delayed.scale[DELAYED_ROLES.index(role)]
+            if record:
+                largest = delayed.grad_amax if role == "g" else delayed.amax
         transpose = use_t and (
             granularity in _SEPARATE_TRANSPOSE_SCALES or wants_k_major(device, granularity)
         )
-        how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
-        return OperandCast(role, recipe, use_t, how)
+        # Compiled, an op that may write is another one to the compiler than an op that does not.
+        raised = None if torch.compiler.is_compiling() else largest
+        cast = fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale, raised
+        return OperandCast(role, recipe, use_t, Cast(*cast), delayed, record, largest)
 
-    def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
-        """The operand of quantize's results; its amax is recorded in the given states."""
+    def operand(self, results: Sequence[torch.Tensor]) -> Operand:
+        """The operand of quantize's results."""
         if self.cast.dtype == torch.float32:  # _UNCAST
-            x, role, recipe, use_t, _, delayed = results[0], *self
-            return cast(x, role, recipe, delayed, use_t=use_t, record=record != (None,))
+            x, role, recipe, use_t, _, delayed, record, _ = results[0], *self
+            return cast(x, role, recipe, delayed, use_t=use_t, record=record)
         data, data_t, scale_inv, scale_inv_t, amax = results[:5]
-        dtype, _, transpose, granularity, _ = self.cast
+        dtype, _, transpose, granularity, _, raised = self.cast
         data = data.flatten(0, -2)
         if dtype.itemsize == 2:
             return Operand(Matrix(data))
-        for state in record:
-            if state is None or self.role not in DELAYED_ROLES:
-                continue
-            # A recomputed forward and a second call in one step change nothing or raise the
-            # maximum; NaN stays, and keeps the step out of the history.
-            largest = state.grad_amax if self.role == "g" else state.amax
+        # A recomputed forward and a second call in one step change nothing or raise the maximum;
+        # NaN stays, and keeps the step out of the history.
+        if self.largest is not None and raised is None:
             # An exported program runs this outside of the autograd function, where x has a
             # gradient.
             seen = amax.detach() if torch.compiler.is_exporting() else amax
-            largest.clamp_min_(seen)
+            self.largest.clamp_min_(seen)
         matrix = Matrix(data, scale_inv)
         if not transpose:
             return Operand(matrix)

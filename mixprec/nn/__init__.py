@@ -7,7 +7,7 @@ from typing import Any
 
 from ._layer import Layer, QuantizedWeight
 from .attention import MultiheadAttention
-from .blocks import MLP, GatedMLP, NormLinear
+from .blocks import MLP, GatedMLP, NormLinear, ResidualSequential
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .experts import Experts
 from .intercepted import Intercepted
@@ -35,6 +35,7 @@ __all__ = [
     "NormLinear",
     "NormSpec",
     "QuantizedWeight",
+    "ResidualSequential",
     "register_fusion",
 ]
 

@@ -127,13 +127,26 @@ class FusedBlock:
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         """The outputs; with a residual those of x + residual, and then this sum."""
+        if residual is not None and not self.adds(x, residual):
+            total = x + residual
+            return (*self(total), total)
         if not self.is_fused(x):
-            return self._one_by_one(x, residual)
+            return self._one_by_one(x)
         with without_modes():
             return self.run(x, residual)
 
+    def adds(self, x: Any, residual: Any) -> bool:
+        """Whether it runs as one function here that adds this residual, too."""
+        return (
+            self.norm is not None
+            and self.is_fused(x)
+            and may_run_as_one(residual, transforms=True)
+            and (residual.dtype, residual.shape) == (x.dtype, x.shape)
+            and residual.device == x.device
+        )
+
     def run(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """The outputs, where `is_fused`."""
+        """The outputs, where `is_fused`; with a residual, where it `adds`."""
         recipe = recipe_here(self.first[0].recipe)
         assert recipe is not None, "is_fused"
         settings: dict[str, Any] = {}
@@ -161,17 +174,14 @@ class FusedBlock:
             op, x, products, tensors, recipe, out_dtype, **settings, residual=residual, act=act
         )
 
-    def _one_by_one(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        total = x if residual is None else x + residual
-        z = total if self.norm is None else self.norm(total)
+    def _one_by_one(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = x if self.norm is None else self.norm(x)
         outputs = tuple(layer(z) for layer in self.first)
         if self.last is not None:
             assert self.act is not None
             a = self.act(outputs[0])
             outputs = (self.last(a if len(outputs) == 1 else a * outputs[1]),)
-        return outputs if residual is None else (*outputs, total)
+        return outputs
 
 
 # On a CPU, 1,024 rows of 512 to 2,048, forward and backward: torch's RMSNorm takes 2.5 to 6 times

@@ -1,4 +1,4 @@
-"""NormLinear, MLP and GatedMLP: parts of transformer blocks with the casts inside."""
+"""NormLinear, MLP, GatedMLP and ResidualSequential: parts of transformer blocks."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class NormLinear(nn.Module):
 class MLP(nn.Module):
     """down(act(up(norm(x)))): x [..., width], hidden values [..., hidden].
 
-    act: "gelu", "gelu_tanh", "silu" or "relu2"; norm: None, "rms" or "layer". Formula and
-    roundings: `mixprec.functional.mlp`.
+    act: "gelu", "gelu_tanh", "silu" or "relu2"; norm: None, "rms" or "layer". forward(x,
+    residual=None): with a residual it takes x + residual, and returns that as well, last. Formula
+    and roundings: `mixprec.functional.mlp`.
     """
 
     def __init__(
@@ -109,8 +110,16 @@ class MLP(nn.Module):
         self.act = _ACTS[act]()
         self.down = Linear(hidden, width, bias, device, dtype, recipe=recipe)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FusedBlock([self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
+    @property
+    def _first(self) -> list[nn.Module]:
+        return [self.up]
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        block = FusedBlock(self._first, norm=self.norm, act=self.act, last=self.down)
+        outputs = block(x, residual)
+        return outputs[0] if residual is None else outputs
 
 
 class GatedMLP(MLP):
@@ -126,5 +135,30 @@ class GatedMLP(MLP):
         up, recipe = self.up.weight, self.up.recipe
         self.gate = Linear(width, hidden, bias, up.device, up.dtype, recipe=recipe)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FusedBlock([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
+    @property
+    def _first(self) -> list[nn.Module]:
+        return [self.gate, self.up]
+
+
+class ResidualSequential(nn.Sequential):
+    """nn.Sequential of x + residual, as a block of a transformer that begins with a norm.
+
+        total = x + residual        x without a residual
+        y     = the modules, one after the other, of total
+
+    forward(x, residual=None) returns (y, total); what comes next takes y as its residual, so that
+    no block ends in an addition:
+
+        y, x = attention(x, y)
+        y, x = mlp(x, y)
+
+    With `mixprec.convert(fuse=True)` a first norm with linear layers behind it adds, normalizes and
+    casts in one pass, and in backward its gradient and that of total are added in one: total has
+    the bits of x + residual, and the gradient of x is rounded once. Everywhere else torch adds.
+    """
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return super().forward(total), total

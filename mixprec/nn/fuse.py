@@ -24,10 +24,12 @@ from ._scope import (
     own_layers,
 )
 from .autocast import without_modes
+from .blocks import ResidualSequential
 from .known import FirstHalf, MLPSpec, SecondHalf, spec_of
 
 _HALVES = (FirstHalf, SecondHalf)
-_SEQUENTIAL = METHODS[nn.Sequential]["forward"]
+# What these compute is known as long as their forward passes are these.
+_FORWARDS = (METHODS[nn.Sequential]["forward"], ResidualSequential.forward)
 
 
 class FusedSequential(Fused):
@@ -39,25 +41,48 @@ class FusedSequential(Fused):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
-        same = type(self.module) is nn.Sequential and nn.Sequential.forward is _SEQUENTIAL
-        if not same or x is None:
+        if x is None or not self._is_known(nn.Sequential):
             return self.original(*args, **kwargs)
+        return self._through(x, None)[0]
+
+    def _is_known(self, kind: Any) -> bool:
+        forwards = nn.Sequential.forward, ResidualSequential.forward
+        return type(self.module) is kind and forwards == _FORWARDS
+
+    def _through(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """What the modules make of x + residual, and this sum."""
         modules = tuple(self.module._modules.values())
-        i = 0
+        first = self._part_at(0, modules)
+        if residual is not None and not (first is not None and first.adds(x, residual)):
+            x, residual = x + residual, None
+        total, i = x, 0
         while i < len(modules):
-            part = self.parts.get(i, ())
-            block = modules[i : i + len(part)]
-            # Another module may have taken a place since.
-            if part and len(block) == len(part) and all(map(operator.is_, block, part)):
-                fused = _part_of(part)
-                if fused.is_fused(x):
-                    with without_modes():
-                        (x,) = fused.run(x)
-                    i += len(part)
-                    continue
-            x = modules[i](x)  # type: ignore[misc]
-            i += 1
-        return x
+            part = self._part_at(i, modules)
+            if part is None or not (residual is not None or part.is_fused(x)):
+                x = modules[i](x)  # type: ignore[misc]
+                i += 1
+                continue
+            with without_modes():
+                x, *sums = part.run(x, residual)
+            total, residual = sums[0] if sums else total, None
+            i += len(self.parts[i])
+        return x, total
+
+    def _part_at(self, i: int, modules: tuple[Any, ...]) -> FusedBlock | None:
+        part = self.parts.get(i, ())
+        block = modules[i : i + len(part)]
+        # Another module may have taken a place since.
+        same = len(block) == len(part) and all(map(operator.is_, block, part))
+        return _part_of(part) if part and same else None
+
+
+class FusedResidualSequential(FusedSequential):
+    """ResidualSequential, likewise."""
+
+    def run(self, x: Any, residual: Any = None) -> Any:
+        if not self._is_known(ResidualSequential):
+            return self.original(x, residual)
+        return self._through(x, residual)
 
 
 class FusedMLP(Fused):
@@ -159,7 +184,7 @@ def fuse(model: nn.Module) -> FusionReport:
                 report.left[fqn] = "a module with a forward pass of its own"
             continue
         spec, layers = spec_of(module), len([*own_layers(module)])
-        if type(module) is nn.Sequential:
+        if type(module) in (nn.Sequential, ResidualSequential):
             in_parts |= _fuse_sequential(module, fqn, report)
             continue
         if isinstance(spec, MLPSpec) and _fuse_mlp(module, spec, fqn, report):
@@ -244,6 +269,7 @@ def _fuse_sequential(module: nn.Module, fqn: str, report: FusionReport) -> set[n
         before = "" if part.norm is None else "norm, "
         names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
-        replace(FusedSequential(module, parts))
+        kind = FusedSequential if type(module) is nn.Sequential else FusedResidualSequential
+        replace(kind(module, parts))
         report.fused[fqn or "the model"] = " + ".join(names)
     return {child for part in parts.values() for child in part}

@@ -89,15 +89,15 @@ def act_backward_reference(
         dx  = (g * up) * act'(x)        without up: g * act'(x)
         dup = g * act(x)
 
-    in FP32, in this order. g: the gradient of y, x's shape, fp32, bf16 or fp16. scale is dx's; dup
-    takes its own.
+    in FP32, in this order. g: the gradient of y, x's shape, fp32, bf16 or fp16. scale and record
+    are dx's; dup takes its own scale.
     """
     value, slope = _activation(x.float(), kind)
     g = g.float()
     if up is None:
         return *quantize_reference(g * slope, cast), *_no_cast(x, cast.dtype)
     dx = quantize_reference((g * up.float()) * slope, cast)
-    return *dx, *quantize_reference(g * value, cast._replace(scale=None))
+    return *dx, *quantize_reference(g * value, cast._replace(scale=None, record=None))
 
 
 def _no_cast(x: torch.Tensor, dtype: torch.dtype) -> casts.Results:

@@ -55,7 +55,7 @@ def _scale(
 
 def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
     """Also with granularity "mx", for the fused ops."""
-    dtype, scale, transpose, granularity, power_of_two_scale = cast
+    dtype, scale, transpose, granularity, power_of_two_scale, record = cast
     if granularity == "mx":
         fmt = block_formats.name_of(formats.parse(dtype), "mx")
         assert fmt is not None, "FP8"
@@ -79,6 +79,9 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
         data_t = contiguous_copy(data.t())
     elif transpose:
         data_t, scale_inv_t = cast_rows(rows.t())
+    if record is not None:
+        record.clamp_min_(amax)
+        amax = amax.new_empty((0,))
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 

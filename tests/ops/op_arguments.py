@@ -30,9 +30,9 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op == "amax":
         return (x,)
     if op == "quantize":
-        return x, torch.float8_e4m3fn, one, True, "tensor", True
+        return x, torch.float8_e4m3fn, one, True, "tensor", True, None
     if op in FUSED:
-        cast = torch.float8_e4m3fn, None, True, "block1x128", True
+        cast = torch.float8_e4m3fn, None, True, "block1x128", True, None
         k, column = torch.ones(6), torch.ones(x.shape[0])
         return {
             "norm_quantize": (x, x.clone(), k, k.bfloat16(), 1e-5, True, *cast),

@@ -3,9 +3,11 @@ quantize, and rows that are not finite. test_values.py has the casts."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import independent as ind
+import pytest
 import torch
 from cases import for_each, normal
 from emulated.values.test_fused import PLAIN
@@ -112,3 +114,35 @@ def test_limits(backend: str, kind: str) -> None:
         0.0,
         0.0,
     ]
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize("op", ["quantize", "act_quantize", "norm_quantize", "act_backward"])
+def test_an_amax_is_recorded(op: str, backend: str) -> None:
+    run, x, w = OPS[op].handle(backend), torch.randn(64, 48) * 3, torch.rand(48)
+    scales = None, torch.tensor(0.0), torch.tensor(2.0)
+    for (i, scale), bad in itertools.product(enumerate(scales), (None, math.nan, math.inf)):
+        y = x.clone()
+        y[3, 5] = x[3, 5] if bad is None else bad
+        first = {"norm_quantize": (y, None, w, None, 1e-5, True), "quantize": (y,)}
+        more = (y, None, "gelu") if op == "act_quantize" else (y, x, x, "silu")
+        cast = torch.float8_e4m3fn, scale, i != 1, "tensor", True
+        expected = run(*first.get(op, more), *cast)
+        for before in (-1.0, 1e3, math.nan):
+            record = torch.tensor(before)
+            got = run(*first.get(op, more), *cast, record)
+            assert got[4].shape == (0,)
+            largest = torch.maximum(torch.tensor(before), expected[4])
+            torch.testing.assert_close(record, largest, rtol=0, atol=0, equal_nan=True)
+            for i in {*range(len(got))} - {4}:
+                ind.assert_same_bits(got[i], expected[i])
+
+
+def test_an_amax_is_recorded_for_a_tensor_only() -> None:
+    record, cast = torch.tensor(-1.0), (torch.float8_e4m3fn, None, False)
+    with pytest.raises(ValueError, match=r"^quantize: record must be None with granularity 'row'"):
+        OPS["quantize"](torch.randn(4, 8), *cast, "row", True, record)
+    with pytest.raises(ValueError, match=r"^quantize: record must hold one float32, got shape"):
+        OPS["quantize"](torch.randn(4, 8), *cast, "tensor", True, torch.zeros(2))
+    OPS["quantize"](torch.ones(4, 8), *cast, "tensor", True, record)
+    assert (record.item(), record._version) == (1.0, 1)

@@ -13,12 +13,13 @@ MaybeTensor checked_up(const MaybeTensor& up, const Tensor& x, const std::string
 }
 
 Quantized act_quantize_op(Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
-                          bool transpose, Text granularity, bool power_of_two_scale) {
+                          bool transpose, Text granularity, bool power_of_two_scale,
+                          MaybeTensor record) {
   Activation activation = activation_of(kind, "act_quantize");
   OnDevice device(x);
   x = checked(x, x, false, "act_quantize: x");
   up = checked_up(up, x, "act_quantize");
-  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
   return quantized("act_quantize", x, cast, device, [&](const Quantize& args) {
     return act_quantize(floats(x), floats(up), activation, args, device);
   });
@@ -32,15 +33,15 @@ Quantized nothing(const Tensor& x, ScalarType type) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 act_backward_op(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, MaybeTensor scale,
-                bool transpose, Text granularity, bool power_of_two_scale) {
+                bool transpose, Text granularity, bool power_of_two_scale, MaybeTensor record) {
   Activation activation = activation_of(kind, "act_backward");
   OnDevice device(x);
   x = checked(x, x, false, "act_backward: x");
   g = checked(g, x, false, "act_backward: g");
   up = checked_up(up, x, "act_backward");
-  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
   CastOnDevice dx = allocated("act_backward", x, cast, device), dup = {};
-  cast.scale = std::nullopt;  // it is dx's
+  cast.scale = cast.record = std::nullopt;  // they are dx's
   if (up.has_value()) dup = allocated("act_backward", x, cast, device);
   check_launch(act_backward(floats(g), floats(x), floats(up), activation, dx.args,
                             up.has_value() ? &dup.args : nullptr, device),

@@ -10,7 +10,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize_op(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
-    bool power_of_two_scale) {
+    bool power_of_two_scale, MaybeTensor record) {
   STD_TORCH_CHECK(x.dim() > 0, "norm_quantize: x must have 1 or more dimensions");
   OnDevice device(x);
   x = checked(x, x, false, "norm_quantize: x");
@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
   Tensor total = residual.has_value() ? empty_on(x, x.sizes(), x.scalar_type())
                                       : empty_on(x, {0}, x.scalar_type());
   Tensor mean = vector_on(x, rows, subtract_mean), rstd = vector_on(x, rows, true);
-  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
   Quantized q = quantized("norm_quantize", x, cast, device, [&](const Quantize& args) {
     NormRows all = {{args.rows, args.cols, false},
                     floats(x),

@@ -106,6 +106,7 @@ struct AmaxOfPartials {
 // A block for each output.
 static __global__ void __launch_bounds__(kThreads)
     amax_of_partials_kernel(const __grid_constant__ AmaxOfPartials of, int count) {
+  if (of.amax[blockIdx.x] == nullptr) return;
   uint32_t largest = max_of_partials(of.partials[blockIdx.x], count);
   if (threadIdx.x == 0) *of.amax[blockIdx.x] = bits_float(largest);
 }
@@ -132,7 +133,7 @@ AmaxOfPartials maxima_of(const Source& source, const PerOutput<Source, Cast>& ca
 template <class Source, class Cast>
 cudaError_t finish_partials(const Source& source, const PerOutput<Source, Cast>& casts,
                             int64_t blocks, const Gpu& gpu) {
-  if (casts.of[0].amax == nullptr) return cudaSuccess;
+  if (casts.of[source.outputs() - 1].amax == nullptr) return cudaSuccess;  // nor another
   return launch(amax_of_partials_kernel, {source.outputs()}, gpu.stream, maxima_of(source, casts),
                 blocks);
 }

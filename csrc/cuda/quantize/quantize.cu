@@ -24,14 +24,14 @@ Tensor amax_op(Tensor x) {
 }
 
 Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
-                      Text granularity, bool power_of_two_scale) {
+                      Text granularity, bool power_of_two_scale, MaybeTensor record) {
   Dtype from = float_dtype(x, "quantize: x");
   STD_TORCH_CHECK(type != ScalarType::Float && type != ScalarType::Double,
                   "quantize: dtype must be fp8, fp16 or bf16");
   STD_TORCH_CHECK(granularity != "mx", "quantize: granularity mx is that of quantize_mx");
   OnDevice device(x);
   x = row_major(x);
-  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
   return quantized("quantize", x, cast, device, [&](const Quantize& args) {
     return with_float(from, [&]<class X>(Type<X>) {
       Plain<X> source = {static_cast<const X*>(x.const_data_ptr())};

@@ -20,7 +20,7 @@ from . import reference
 from .ops import Call
 from .records import PRODUCTS, ROLES_OF, WORDS, Lost, product_of, unexplained
 from .reference import is_float, widened
-from .shadow import Ran, Shadow
+from .shadow import Ran, Shadow, written_by
 
 _DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a column of this one
 _BIASES = {torch.ops.aten.addmm: "self"}
@@ -160,7 +160,7 @@ class Points(list[Point]):
         self.append(point)
         for role, value in zip(roles, values, strict=True):
             point.inputs.setdefault(WORDS[role], sketch(value))
-        if not call.func._schema.is_mutable:  # else with what was there before
+        if not written_by(call):  # else with what was there before
             point.result = sketch(result)
         point.made, point.after = shadow.made, next(iter(shadow.not_followed), "")
         for one in lost.values():

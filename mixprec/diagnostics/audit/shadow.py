@@ -62,7 +62,7 @@ class Shadow:
 
     def prepare(self, call: Call) -> None:
         """Before the op runs: keep what it is going to overwrite."""
-        written = [] if reference.moves(call.func) else _written(call)
+        written = [] if reference.moves(call.func) else written_by(call)
         self._ids = {id(t) for t in written}
         self._written = [t for t in written if is_float(t)]
         self._started = []
@@ -237,12 +237,12 @@ def _is_strange(values: Iterable[Any]) -> bool:
     )
 
 
-def _written(call: Call) -> list[torch.Tensor]:
-    """The tensors that the op writes to, as its schema has it."""
+def written_by(call: Call) -> list[torch.Tensor]:
+    """The tensors that the op writes to, as its schema has it, but for the amax of a cast."""
     schema = call.func._schema
     arguments = schema.arguments if schema.is_mutable else ()
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in names for t in tensors(call.given[name])]
+    return [t for name in names if name != "record" for t in tensors(call.given[name])]
 
 
 class Marks(Generic[Mark]):

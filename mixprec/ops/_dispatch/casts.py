@@ -15,14 +15,18 @@ from . import checks
 # data, data_t, scale_inv, scale_inv_t, amax
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # In the schema of an op whose functions take a `Cast`.
-SCHEMA = "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale"
+SCHEMA = (
+    "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale, "
+    "Tensor(a!)? record=None"
+)
 
 
 class Cast(NamedTuple):
     """How an op casts what it computes: the arguments of `quantize` without those of block formats.
 
     Ops that compute what they cast also take a dtype of float32, which leaves the values as they
-    are, and, for FP8, granularity "mx", whose scales are uint8 codes.
+    are, and, for FP8, granularity "mx", whose scales are uint8 codes. record, for "tensor" only:
+    fp32 [], raised to the amax, with NaN above all; the amax is then no result, [0].
     """
 
     dtype: torch.dtype
@@ -30,21 +34,24 @@ class Cast(NamedTuple):
     transpose: bool = False
     granularity: str = "tensor"
     power_of_two_scale: bool = True
+    record: torch.Tensor | None = None
 
 
 def check(
     op: str, x: torch.Tensor, cast: Cast, allowed: Iterable[str] = scale_layout.GRANULARITIES
 ) -> None:
     """The arguments of a cast of values of x's shape."""
-    dtype, scale, transpose, granularity, _ = cast
+    dtype, scale, transpose, granularity, _, record = cast
     scale_layout.check(op, granularity, allowed)
     if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
-    if scale is not None:
-        checks.is_scalar(op, "scale", scale, torch.float32, x)
+    for name, given in (("scale", scale), ("record", record)):
+        if given is None:
+            continue
+        checks.is_scalar(op, name, given, torch.float32, x)
         if granularity != "tensor":
             raise ValueError(
-                f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
+                f"{op}: {name} must be None with granularity {granularity!r}, whose scales come "
                 f"from x"
             )
     if transpose and x.dim() < 2:
@@ -86,7 +93,7 @@ def fused(
 
 
 def fake(x: torch.Tensor, cast: Cast) -> Results:
-    dtype, _, transpose, granularity, _ = cast
+    dtype, _, transpose, granularity, _, record = cast
     m, k = scale_layout.as_matrix(x.shape)
     shape_t = scale_layout.scale_shape(granularity, k, m)
     if not transpose or granularity == "tensor":
@@ -98,7 +105,7 @@ def fake(x: torch.Tensor, cast: Cast) -> Results:
         x.new_empty((k, m) if transpose else (0, 0), dtype=dtype),
         x.new_empty(scale_layout.scale_shape(granularity, m, k), dtype=scales),
         x.new_empty(shape_t, dtype=scales),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty(() if record is None else (0,), dtype=torch.float32),
     )
 
 

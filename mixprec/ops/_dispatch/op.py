@@ -69,7 +69,9 @@ class Op:
         self._prefers, self._refuses = prefers, refuses or {}
         self.examples: Callable[[str], Iterator[list[Any]]] = examples or self_check.examples(name)
         self.arguments = tuple(argument.name for argument in parsed)
-        self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
+        # (One that a call may leave out is the last, and None.)
+        defaults = [None for argument in parsed if argument.has_default_value()]
+        self.Args = namedtuple("Args", self.arguments, defaults=defaults)  # type: ignore[misc]
         self._check = self.by_name(check)
         kinds = [str(argument.type) for argument in parsed]
         # The argument whose device is that of the call: the first tensor, else the first list.
@@ -371,7 +373,7 @@ class Op:
             # Tell autograd which tensors were modified in place; the schemas alone do not.
             written: list[torch.Tensor] = []
             for i in self._written:
-                x = args[i]
+                x = args[i] if i < len(args) else None
                 written += x if isinstance(x, (list, tuple)) else [] if x is None else [x]
             if torch.is_inference_mode_enabled():
                 written = [t for t in written if not t.is_inference()]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def kind(names: Sequence[str], args: Sequence[Any]) -> Kind:
     options. Left out are the tile of a GEMM, which is another one for small examples, and integers
     of 64 bits.
     """
-    parts = [_of_argument(name, x) for name, x in zip(names, args, strict=True)]
+    parts = [_of_argument(name, x) for name, x in zip_longest(names, args)]
     return tuple(tuple(part[i] for part in parts) for i in range(3))
 
 
