@@ -9,6 +9,7 @@ what is to be added to it, which the next norm adds in one pass (`mixprec.nn.Res
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class Attention(nn.Module):
     Source: RoFormer (Su et al., 2021).
     """
 
-    rotate = staticmethod(mixprec.functional.rotary_qkv)  # or another function like it
+    rotate = staticmethod(partial(mixprec.functional.rotary_qkv, inplace=True))  # or one like it
     attend = staticmethod(attend)
 
     def __init__(self, config: GPTConfig) -> None:

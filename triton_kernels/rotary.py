@@ -45,7 +45,7 @@ def _factors(ptr, pair, D, FULL: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x_ptr, strides, heads, y_ptr, pair, factors, D, X: tl.constexpr,
+def _rotate(x_ptr, strides, heads, y_ptr, by_head, pair, factors, D, X: tl.constexpr,
             INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, SOFT_CAST: tl.constexpr,
             HEADS: tl.constexpr):  # fmt: skip
     """x_ptr, y_ptr: [heads, D]; factors: cos and sin of both features; None copies x."""
@@ -63,7 +63,7 @@ def _rotate(x_ptr, strides, heads, y_ptr, pair, factors, D, X: tl.constexpr,
                 y1 = x1 * cos1 - x2 * sin1
                 y2 = x2 * cos2 + x1 * sin2
             x1, x2 = encode(y1, y1, X, SOFT_CAST), encode(y2, y2, X, SOFT_CAST)
-        _store(y_ptr + head * D, pair, D, x1, x2, mask, INTERLEAVED)
+        _store(y_ptr + head * by_head, pair, D, x1, x2, mask, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["heads", "T"])
@@ -73,11 +73,12 @@ def rotary_kernel(
     v_ptr,
     cos_ptr,  # [B or 1, T, D/2], or FULL: D
     sin_ptr,
-    y_ptr,  # [B, T, all heads, D]
+    y_ptr,  # [B, all heads, T, D]; x, k and v may lie there, each in its place
     heads,  # of x, k and v, 0 for None
     x_strides,  # of B, heads and T
     k_strides,
     v_strides,
+    y_strides,
     cos_strides,  # of B and T
     sin_strides,
     T,
@@ -93,7 +94,7 @@ def rotary_kernel(
     b, t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
     cos_ptr += b * cos_strides[0] + t * cos_strides[1]
     sin_ptr += b * sin_strides[0] + t * sin_strides[1]
-    y_ptr += tl.program_id(0).to(tl.int64) * (heads[0] + heads[1] + heads[2]) * D
+    y_ptr += b * y_strides[0] + t * y_strides[2]
     x_ptr += b * x_strides[0] + t * x_strides[2]
     if k_ptr is not None:
         k_ptr += b * k_strides[0] + t * k_strides[2]
@@ -104,15 +105,16 @@ def rotary_kernel(
         cos1, cos2 = _factors(cos_ptr, pair, D, FULL, INTERLEAVED)
         sin1, sin2 = _factors(sin_ptr, pair, D, FULL, INTERLEAVED)
         factors = (cos1, cos2, sin1, sin2)
-        _rotate(x_ptr, x_strides, heads[0], y_ptr, pair, factors, D, X, INTERLEAVED, INVERSE,
-                SOFT_CAST, HEADS)  # fmt: skip
-        y = y_ptr + heads[0] * D
+        by_head = y_strides[1]
+        _rotate(x_ptr, x_strides, heads[0], y_ptr, by_head, pair, factors, D, X, INTERLEAVED,
+                INVERSE, SOFT_CAST, HEADS)  # fmt: skip
+        y = y_ptr + heads[0] * by_head
         if k_ptr is not None:
-            _rotate(k_ptr, k_strides, heads[1], y, pair, factors, D, X, INTERLEAVED, INVERSE,
-                    SOFT_CAST, HEADS)  # fmt: skip
-        if v_ptr is not None:
-            _rotate(v_ptr, v_strides, heads[2], y + heads[1] * D, pair, None, D, X, INTERLEAVED,
+            _rotate(k_ptr, k_strides, heads[1], y, by_head, pair, factors, D, X, INTERLEAVED,
                     INVERSE, SOFT_CAST, HEADS)  # fmt: skip
+        if v_ptr is not None:
+            _rotate(v_ptr, v_strides, heads[2], y + heads[1] * by_head, by_head, pair, None, D, X,
+                    INTERLEAVED, INVERSE, SOFT_CAST, HEADS)  # fmt: skip
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +126,12 @@ def rotary(args: Any) -> torch.Tensor:
     x = args.x
     B, _, T, D = x.shape
     heads = tuple(0 if part is None else part.shape[1] for part in parts)
-    y = torch.empty((B, T, sum(heads), D), dtype=x.dtype, device=x.device)
+    y = args.out
+    if y is None:
+        y = torch.empty((B, T, sum(heads), D), dtype=x.dtype, device=x.device).transpose(1, 2)
     tables = [_dense_rows(table) for table in (args.cos, args.sin)]
     strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in parts]
+    strides.append(y.stride()[:3])
     strides += [(0 if t.dim() == 2 or len(t) == 1 else t.stride(0), t.stride(-2)) for t in tables]
     if y.numel():
         with on(x):
@@ -137,4 +142,4 @@ def rotary(args: Any) -> torch.Tensor:
                 SOFT_CAST=soft_cast(x.device, x.dtype), HEADS=HEADS, PAIRS=PAIRS, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    return y.transpose(1, 2)
+    return y if args.out is None else y.new_empty((0,))

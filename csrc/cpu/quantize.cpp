@@ -184,7 +184,8 @@ CastMatrix cast_matrix(Tensor x, ScalarType type, float given, bool transpose, c
 Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose, Text granularity,
                    bool power_of_two_scale, MaybeTensor record) {
   float_dtype(x, "quantize: x");
-  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale, record}, x, "quantize");
+  Dtype to =
+      check_cast({type, scale, transpose, granularity, power_of_two_scale, record}, x, "quantize");
   STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");
   float given = read_scalar(scale, 0.0f, "quantize", "scale");
   CastMatrix cast =

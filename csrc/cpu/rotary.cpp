@@ -50,9 +50,10 @@ class Table {
 
 }  // namespace
 
-// x, k, v [B, H, T, D], cos and sin fp32 [T, D/2] or [T, D] or [B, T, ...] -> [B, sum of H, T, D]
+// x, k, v [B, H, T, D], cos and sin fp32 [T, D/2] or [T, D] or [B, T, ...] -> [B, sum of H, T, D],
+// or [0] if that goes to out, which may lie where x, k and v do
 Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bool interleaved,
-              bool inverse) {
+              bool inverse, MaybeTensor out) {
   Dtype dtype = float_dtype(x, "rotary: x");
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0, "rotary: x must be [B, H, T, D], D even");
   int64_t batch = x.size(0), positions = x.size(2), d = x.size(3), heads = 0;
@@ -71,10 +72,18 @@ Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bo
     heads += rows.size(1);
   };
   add(x, true), add(k, true), add(v, false);
-  Tensor y = empty({batch, positions, heads, d}, x.scalar_type());
+  Tensor y =
+      out ? *out
+          : torch::stable::transpose(empty({batch, positions, heads, d}, x.scalar_type()), 1, 2);
+  auto by = y.strides();
+  STD_TORCH_CHECK(y.scalar_type() == x.scalar_type() && y.dim() == 4 && y.size(0) == batch &&
+                      y.size(1) == heads && y.size(2) == positions && y.size(3) == d && by[3] == 1,
+                  "rotary: out must be [B, sum of H, T, D] in x's dtype, with adjacent features");
   void* to = y.mutable_data_ptr();
   for_each(batch * positions, heads * d, [&](int64_t i) {
-    int64_t b = i / positions, t = i % positions, done = i * heads;
+    static thread_local Scratch scratch;
+    void* copy = scratch.get(d * element_size(dtype));
+    int64_t b = i / positions, t = i % positions, done = 0;
     auto [cos1, cos2] = cosines.at(b, t);
     auto [sin1, sin2] = sines.at(b, t);
     if (inverse) std::swap(sin1, sin2);
@@ -83,17 +92,18 @@ Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bo
     for (const Part& part : parts) {
       int64_t row = b * part.by_sample + t * part.by_position;
       for (int64_t h = 0; h < part.heads; ++h, ++done) {
-        const char* from = at(part.data, dtype, row + h * part.by_head);
-        char* out = at(to, dtype, done * d);
+        const void* from = at(part.data, dtype, row + h * part.by_head);
+        void* result = at(to, dtype, b * by[0] + done * by[1] + t * by[2]);
+        if (part.rotated && out) from = std::memcpy(copy, from, d * element_size(dtype));
         if (part.rotated) {
-          loops().rotary(dtype, interleaved, from, factors, out, d);
+          loops().rotary(dtype, interleaved, from, factors, result, d);
         } else {
-          std::memcpy(out, from, d * element_size(dtype));
+          std::memmove(result, from, d * element_size(dtype));
         }
       }
     }
   });
-  return torch::stable::transpose(y, 1, 2);
+  return out ? empty({0}, x.scalar_type()) : y;
 }
 
 }  // namespace mixprec::cpu

@@ -109,11 +109,16 @@ class _RotaryQKV(torch.autograd.Function):
         heads: int,
         kv_heads: int,
         interleaved: bool,
+        inplace: bool,
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.backend = interleaved, context.backend
         sizes = (heads, kv_heads, kv_heads)
-        turned = rotated(*x.split(sizes, 1), cos, sin, interleaved, False).split(sizes, 1)
+        turned = x.split(sizes, 1)
+        if inplace:
+            rotated(*turned[:2], None, cos, sin, interleaved, False, x[:, : heads + kv_heads])
+        else:
+            turned = rotated(*turned, cos, sin, interleaved, False).split(sizes, 1)
         # Not views: they are what the function computes, and may be written to.
         return tuple(torch.ops.aten._unsafe_view.default(t, t.shape) for t in turned)
 
@@ -123,8 +128,8 @@ class _RotaryQKV(torch.autograd.Function):
         tables = *ctx.saved_tensors, ctx.interleaved, True
         if torch.is_grad_enabled():
             q, k = (_Rotary.apply(g, *tables) for g in grads[:2])
-            return torch.cat((q, k, grads[2]), 1), *[None] * 5
-        return rotated(*grads, *tables), *[None] * 5
+            return torch.cat((q, k, grads[2]), 1), *[None] * 6
+        return rotated(*grads, *tables), *[None] * 6
 
 
 def _tables(*factors: torch.Tensor) -> list[torch.Tensor]:
@@ -166,13 +171,16 @@ def rotary_qkv(
     heads: int,
     kv_heads: int | None = None,
     interleaved: bool = False,
+    inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q and k, both rotated as by `rotary`, and v, of what one linear layer computes.
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], the heads of q first, then those of k and of v;
     kv_heads: None, as many as heads. cos, sin: as for `rotary`. q: [B, heads, T, D]; k, v:
     [B, kv_heads, T, D]; they lie in one tensor [B, T, H, D]. Each pass is one op: backward
-    writes the gradient of qkv itself. TypeError or ValueError names an invalid argument.
+    writes the gradient of qkv itself. inplace: qkv may be that tensor, whose v is not copied: it
+    must not be read any more. (Compiled code leaves it as it is.) TypeError or ValueError names an
+    invalid argument.
     """
     checks.is_tensor("rotary_qkv", "qkv", qkv)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -182,10 +190,17 @@ def rotary_qkv(
             f"rotary_qkv: qkv must be [B, T, (heads + 2 * kv_heads) * D], D even, for {heads} and "
             f"{kv_heads} heads, got shape {tuple(qkv.shape)}"
         )
+    if inplace and qkv.is_leaf and qkv.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "rotary_qkv: qkv must be the result of a layer with inplace=True, got a leaf that "
+            "requires grad; pass qkv.clone()"
+        )
+    inplace = inplace and qkv.stride(2) == 1 and not torch.compiler.is_compiling()
     x, tables = qkv.unflatten(2, (count, -1)).transpose(1, 2), _tables(cos, sin)
     if torch._C._are_functorch_transforms_active():
         q, k, v = x.split((heads, kv_heads, kv_heads), 1)
         turned = (rotary(t, *tables, interleaved=interleaved) for t in (q, k))
         return *turned, v
-    result: Any = apply("rotary", _RotaryQKV, x, *tables, heads, kv_heads, bool(interleaved))
+    settings = heads, kv_heads, bool(interleaved), bool(inplace)
+    result: Any = apply("rotary", _RotaryQKV, x, *tables, *settings)
     return result

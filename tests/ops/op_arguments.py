@@ -66,7 +66,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         return *more, True, 0.25
     if op == "rotary":
         q, k, v = (tensor((2, n, 5, 8), dtype, arrangement) for n in (3, 2, 1))
-        return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False
+        return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False, None
     if op in ("gemm_grouped", "gemm_grouped_accumulate_"):
         first = min(1, len(x))
         offs = torch.tensor([first, first, len(x)], dtype=torch.int32)

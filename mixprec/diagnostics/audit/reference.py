@@ -118,6 +118,11 @@ def _norm_quantize(c: _InFp32) -> Results:
     return [*_cast(c, y), total if total.numel() else None, mean, rstd]
 
 
+def _rotary(c: _InFp32) -> Results:
+    """Without `out`, which may be the memory of the others."""
+    return [rotary_op(c.x, c.k, c.v, c.cos, c.sin, c["interleaved"], c["inverse"])]
+
+
 def _groups(c: _InFp32) -> torch.Tensor:
     a, b = c.operand("a"), c.operand("b")
     ends = c["offs"].tolist()
@@ -204,6 +209,7 @@ _OURS: dict[Any, Rule] = {
     gemm_grouped_accumulate_op: lambda c: [c.acc + _groups(c)],
     attention_op: _attention,
     attention_backward_op: _attention_backward,
+    rotary_op: _rotary,
 }
 _TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,
@@ -214,7 +220,7 @@ _TORCHS: dict[Any, Rule] = {
     aten.max_pool2d_with_indices: _max_pool,
 }
 # Of FP32, by the op itself.
-_SAME = (cross_entropy_op, cross_entropy_backward_op, rotary_op, norm_backward_op)
+_SAME = (cross_entropy_op, cross_entropy_backward_op, norm_backward_op)
 # Batch norm writes its running statistics, which its schema does not say.
 WRITES_MORE = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _OPAQUE = {

@@ -154,6 +154,9 @@ def rotary(device: str) -> Iterator[Arguments]:
                     yield [x, None, None, *tables, interleaved, False]
                     yield [x, None, None, *tables, interleaved, True]
                     yield [*qkv, *tables, interleaved, True]
+                    own = packed.to(dtype, copy=True)  # rotated in its own memory
+                    parts = own.split(heads // 3, 1)
+                    yield [*parts[:2], None, *tables, interleaved, False, own[:, : heads // 3 * 2]]
 
 
 GROUPED_ROWS = ((48, 144, 32), (45, 143, 31))  # S, K, N
