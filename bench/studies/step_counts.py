@@ -85,9 +85,10 @@ class Ops(TorchDispatchMode):
         name = schema.name.partition("::")[2].replace("_reference", "")
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        inputs = [x for n, x in given.items() if n != "out"]  # which is written only
         read, made, written = (
             [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-            for tree in (given, result, [given.get(n) for n in names])
+            for tree in (inputs, result, [given.get(n) for n in names])
         )
         memory = {x.untyped_storage()._cdata for x in read}
         written += [x for x in made if x.untyped_storage()._cdata not in memory]

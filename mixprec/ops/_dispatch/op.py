@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -100,7 +99,8 @@ class Op:
 
         def take(name: str) -> Callable[[Args], Any]:
             if (group := _GROUPS.get(name)) is None:
-                return operator.itemgetter(self.arguments.index(name))
+                i = self.arguments.index(name)
+                return lambda args: args[i] if i < len(args) else None
             first = self.arguments.index(group._fields[0])
             return lambda args: group(*args[first : first + len(group._fields)])
 
