@@ -159,3 +159,29 @@ def test_errors_of_the_function() -> None:
     for heads in (0, 4):
         with pytest.raises(ValueError, match=rf"^rotary_qkv: qkv must .* for {heads} and 1 heads"):
             rotary_qkv(torch.ones(2, 5, 30), cos, sin.detach(), heads=heads, kv_heads=1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_q_and_k_in_place(interleaved: bool) -> None:
+    cos, sin = torch.rand(2, 5, 4)
+    x = torch.randn(2, 5, 4 * 8).bfloat16().requires_grad_()
+    settings = {"heads": 2, "kv_heads": 1, "interleaved": interleaved}
+    gs, results, grads = [torch.randn(2, n, 5, 8).bfloat16() for n in (2, 1, 1)], [], []
+    for inplace in (False, True):
+        qkv = x * 1
+        before, version = qkv.detach().clone(), qkv._version
+        parts = rotary_qkv(qkv, cos, sin, **settings, inplace=inplace)
+        results.append([part.detach().clone() for part in parts])
+        grads.append(torch.autograd.grad(parts, x, gs)[0])
+        assert (qkv._version > version, parts[2].data_ptr() == qkv[..., 24:].data_ptr()) == (
+            (inplace, inplace)
+        )
+        assert torch.equal(qkv, before) != inplace
+    assert all(map(torch.equal, *results))
+    assert torch.equal(*grads)
+    with pytest.raises(ValueError, match=r"^rotary_qkv: qkv must be the result of a layer"):
+        rotary_qkv(x, cos, sin, **settings, inplace=True)
+    saved = (x * 1).sigmoid()  # whose backward reads it
+    q, *_ = rotary_qkv(saved, cos, sin, **settings, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        q.sum().backward()
