@@ -89,11 +89,11 @@ inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast,
       by_tensor ? empty_on(x, {}, ScalarType::Float) : scales_on(x, granularity, rows, cols);
   Tensor scale_inv_t = transpose && !by_tensor ? scales_on(x, granularity, cols, rows)
                                                : empty_on(x, {0}, scale_inv.scalar_type());
-  Tensor largest = cast.record ? empty_on(x, {0}, ScalarType::Float)
-                               : empty_on(x, {}, ScalarType::Float);
-  Quantize args = args_of(x, cast, to, granularity, given, data.mutable_data_ptr(),
-                          data_t.mutable_data_ptr(), fp32_of(scale_inv), fp32_of(scale_inv_t),
-                          cast.record ? nullptr : fp32_of(largest));
+  Tensor largest =
+      cast.record ? empty_on(x, {0}, ScalarType::Float) : empty_on(x, {}, ScalarType::Float);
+  Quantize args =
+      args_of(x, cast, to, granularity, given, data.mutable_data_ptr(), data_t.mutable_data_ptr(),
+              fp32_of(scale_inv), fp32_of(scale_inv_t), cast.record ? nullptr : fp32_of(largest));
   if (cast.record) args.record = fp32_of(*cast.record);
   Tensor scratch = words_on(x, scratch_words(args, gpu));
   args.scratch = words_of(scratch);

@@ -69,7 +69,9 @@ def quantize(device: str) -> Iterator[Arguments]:
             yield [x if (i + j) % 2 else bad, dtype, given, False, "tensor", True]
         for dtype in LOW[:2]:
             yield [x.bfloat16(), dtype, None, True, "tensor", True]
-            yield [x.bfloat16(), dtype, tensor(device, 2.0), True, "tensor", True]
+            given = x.bfloat16(), dtype, tensor(device, 2.0), True, "tensor", True
+            yield [*given]
+            yield [*given, tensor(device, -1.0)]
     yield [shifted(awkward(device)), LOW[0], tensor(device, 1.0), False, "tensor", True]
     yield from _quantize_by_blocks(device)
 
@@ -173,7 +175,7 @@ ACTIVATIONS = ((144, 80), (131, 77))
 
 
 def _casts(device: str) -> Iterator[Arguments]:
-    """dtype, scale, transpose, granularity and power_of_two_scale of a fused op."""
+    """dtype, scale, transpose, granularity, power_of_two_scale and record of a fused op."""
     one = tensor(device, 0.5)
     yield [torch.float32, None, False, "tensor", True]
     yield [torch.bfloat16, None, True, "tensor", True]
@@ -186,6 +188,7 @@ def _casts(device: str) -> Iterator[Arguments]:
     yield [torch.float8_e4m3fn, None, True, "mx", True]
     yield [torch.float8_e5m2, None, False, "mx", True]
     yield [torch.bfloat16, None, False, "tensor", True]
+    yield [torch.float8_e4m3fn, one, True, "tensor", True, tensor(device, -1.0)]
 
 
 def norm_quantize(device: str) -> Iterator[Arguments]:
