@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from ..ops.step import adamw_op, muon_direction_op, sgd_op
 from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
+from ._whole import compute_on_owners, plan
 
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -40,10 +42,11 @@ class Muon(Optimizer):
 
     state_dtype: torch.float32 or torch.bfloat16; moments saved in 8 bits load into either, exactly.
     The other options are as for `AdamW`, and so are skipping, scaling and errors: one overflow
-    skips the step of all params, and one norm clips them. A sharded matrix (DTensor) is gathered,
-    orthogonalized on each rank, and each rank updates its part. state[param]: `momentum_buffer`, or
-    `exp_avg` and `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of
-    matrices can be exchanged with torch.optim.Muon in both directions.
+    skips the step of all params, and one norm clips them. A matrix that is sharded in one dimension
+    of a mesh (FSDP2) is orthogonalized by one rank, the work shared by size, and another one (FSDP2
+    with tensor parallelism) by every rank; each rank updates its part. state[param]:
+    `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; `step`; `master` or `remainder`. Without
+    masters, state dicts of matrices can be exchanged with torch.optim.Muon in both directions.
     Source: Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024).
     """
 
@@ -163,16 +166,28 @@ class Muon(Optimizer):
             inv_scale=None,
             clip=None,
         )
-        for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
-            one = slice(i, i + 1)
-            indices = options.indices[one]
-            wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-            d = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
-            step, count = steps[one].clone(), steps[one]  # sgd_ counts the step
-            op([d], grads[one], [buffer], [], [], step, *direction._replace(indices=indices))
-            g = _orthogonal(d, self._sharded.get(id(param), param), group)
-            its = update._replace(indices=indices)
-            sgd_op([param], [g], [], [], masters[one], count, *its)
+        wholes = [self._sharded.get(id(param), param) for param in params]
+        for split, matrices in plan(wholes):
+            its = [i for i in matrices if i is not None]
+            directions = []
+            for i in its:
+                one = slice(i, i + 1)
+                wide = torch.float64 if params[i].dtype == torch.float64 else torch.float32
+                d = torch.zeros_like(params[i], dtype=wide)  # of a skipped step: 0, and not used
+                rest = direction._replace(indices=options.indices[one])
+                # sgd_ counts the step.
+                op([d], grads[one], buffers[one], [], [], steps[one].clone(), *rest)
+                directions.append(d)
+            compute = partial(_orthogonal, group=group)
+            if split is None:
+                directions = [_gathered(directions[0], wholes[its[0]], compute)]
+            else:
+                shapes = [None if i is None else wholes[i].shape for i in matrices]
+                directions = compute_on_owners(split, shapes, directions, compute)
+            for i, g in zip(its, directions, strict=True):
+                one = slice(i, i + 1)
+                rest = update._replace(indices=options.indices[one])
+                sgd_op(params[one], [g], [], [], masters[one], steps[one], *rest)
 
 
 def _is_matrix(entry: Any) -> bool:
@@ -181,17 +196,8 @@ def _is_matrix(entry: Any) -> bool:
     return not isinstance(p, torch.Tensor) or p.dim() == 2  # anything else is refused
 
 
-def _orthogonal(part: torch.Tensor, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """This rank's part of the update of p, from its part of the direction."""
-    direction = part
-    if is_sharded(p):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-        whole = DTensor.from_local(
-            part, mesh, placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        direction = whole.full_tensor()
+def _orthogonal(direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The update of a matrix, of its direction."""
     update = orthogonalize(
         direction,
         coefficients=group["ns_coefficients"],
@@ -199,14 +205,27 @@ def _orthogonal(part: torch.Tensor, p: torch.Tensor, group: dict[str, Any]) -> t
         eps=group["eps"],
         dtype=group["ns_dtype"],
     )
-    update = update.to(part.dtype)
-    if (ratio := _ratio(group["adjust_lr_fn"], *p.shape)) != 1.0:
+    update = update.to(direction.dtype)
+    if (ratio := _ratio(group["adjust_lr_fn"], *direction.shape)) != 1.0:
         update *= ratio
-    if is_sharded(p):
-        everywhere = [Replicate()] * mesh.ndim
-        whole = DTensor.from_local(update, mesh, everywhere, run_check=False)
-        return whole.redistribute(placements=placements).to_local()
     return update
+
+
+def _gathered(
+    part: torch.Tensor, p: Any, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """This rank's part of compute(whole), which every rank computes, of its part of it."""
+    if not is_sharded(p):
+        return compute(part)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = p.device_mesh, p.placements
+    whole = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    everywhere = [Replicate()] * mesh.ndim
+    update = DTensor.from_local(compute(whole.full_tensor()), mesh, everywhere, run_check=False)
+    return update.redistribute(placements=placements).to_local()
 
 
 def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

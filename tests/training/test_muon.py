@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from cases import name, normal
-from distributed_models import make_model, whole, wrapped
+from distributed_models import local_part, make_model, whole, wrapped
 from optimizers import Run, assert_same, clones, parameters, through_a_file
 from ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import mixprec
 from mixprec.functional import orthogonalize
 from mixprec.ops._reference.state8 import SIGNED, decode, encode
 from mixprec.optim import AdamW, Muon
+from mixprec.optim._whole import plan
 
 MATRICES = ((16, 24), (24, 16), (9, 9), (1, 7), (0, 3), (64, 5))
 BOTH = ((16, 24), (16,), (24, 16), (2, 3, 4, 4), ())  # matrices and others
@@ -165,22 +179,92 @@ def test_8_bits_are_refused_and_loaded() -> None:
         assert other.train().counts() == [2]
 
 
-def train_models(shard: bool) -> list[list[torch.Tensor]]:
-    trained = []
-    for options in ({}, {"ns_dtype": "fp8", "nesterov": False}):
-        model: torch.nn.Module = make_model(6, 5, 7, 3, 1)
-        model = wrapped("fsdp", model) if shard else model
-        optimizer = Muon(model.parameters(), lr=0.02, max_grad_norm=0.1, **options)
-        for step in range(4):
-            model(normal((4, 6), torch.float32, seed=step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(whole(model.parameters()))
-    return trained
+def sharded(model: nn.Module, kind: str) -> nn.Module:
+    """kind: "fsdp", "hsdp", or "mixed", of 2 ranks of FSDP2 and 2 of tensor parallelism."""
+    if kind != "mixed":
+        return wrapped(kind, model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "parallel"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["parallel"], plan)
+    return fully_shard(model, mesh=mesh["shard"])
 
 
-def test_two_ranks_train_as_one() -> None:
-    """Shards are gathered, and each rank updates its own; those of the last layer are uneven."""
-    alone = train_models(shard=False)
-    for rank in on_ranks(2, train_models, shard=True):
-        torch.testing.assert_close(rank, alone, rtol=0, atol=1e-6)
+def train(model: nn.Module, optimizer: Muon, first: int = 0, bad: int = -1) -> None:
+    """4 steps; in step `bad` rank 0 has an Inf in a gradient."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for step in range(first, first + 4):
+        model(normal((4, 6), torch.float32, seed=step)).square().mean().backward()
+        if step == bad and rank == 0:
+            local_part(model[0].weight.grad)[0, 0] = torch.inf
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"max_grad_norm": 0.1},
+    {"ns_dtype": "fp8", "nesterov": False, "max_grad_value": 1e-3},
+)
+
+
+def trained(kind: str = "") -> list[list[torch.Tensor]]:
+    results = []
+    for options in CASES:
+        model = make_model(6, 8, 7, 3, 1)
+        model = sharded(model, kind) if kind else model
+        optimizer = Muon(model.parameters(), lr=0.02, **options)
+        train(model, optimizer, bad=1 if "max_grad_norm" in options else -1)
+        assert optimizer.skipped == ("max_grad_norm" in options)
+        results.append(whole(model.parameters()))
+    return results
+
+
+def test_ranks_train_as_one() -> None:
+    """With the same bits: each matrix is whole on one rank. Chunks are uneven, and some empty."""
+    alone = trained()
+    for world, kind in ((2, "fsdp"), (4, "hsdp"), (4, "mixed")):
+        for rank in on_ranks(world, trained, kind=kind):
+            # The norm that clips, and products of tensor parallelism, are sums in another order.
+            torch.testing.assert_close(rank[0], alone[0], rtol=0, atol=1e-6)
+            limit = 1e-6 if kind == "mixed" else 0.0
+            torch.testing.assert_close(rank[1], alone[1], rtol=0, atol=limit)
+
+
+def resumed(folder: Path, load: bool) -> list[torch.Tensor]:
+    model = sharded(make_model(6, 8, 7, 3, 1), "fsdp")
+    optimizer = Muon(model.parameters(), lr=0.02)
+    if not load:
+        train(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    if not load:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    train(model, optimizer, first=4)
+    return whole(model.parameters())
+
+
+def test_a_distributed_checkpoint_resumes_on_other_ranks(tmp_path: Path) -> None:
+    want = on_ranks(2, resumed, folder=tmp_path, load=False)[0]
+    for rank in on_ranks(4, resumed, folder=tmp_path, load=True):
+        assert_same(rank, want)
+
+
+def test_matrices_are_shared_by_size() -> None:
+    """The largest first, each to the rank with the least to do; whole ones by every rank."""
+    on_ranks(2, check_plan)
+
+
+def check_plan() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = [(8, 8), (64, 64), (32, 32), (4, 4), (31, 31)]
+    params: list[torch.Tensor] = [
+        distribute_tensor(torch.zeros(s), mesh, [Shard(0)]) for s in sizes
+    ]
+    owners = [work.matrices for work in plan([*params, torch.zeros(3, 3)])]
+    assert owners == [[5], [1, 2], [0, 4], [None, 3]]
