@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import testing
+from ._local_gradients import is_sharded
 from .frozen_linear import STORAGES, FrozenLinear
 from .nn._content import adapted_layer, imported_class
 from .nn.convert import ModuleFilter
@@ -155,6 +156,8 @@ def freeze(
             left[fqn] = "excluded by module_filter_fn"
         elif "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
             left[fqn] = "its forward pass was replaced"
+        elif is_sharded(module.weight):
+            left[fqn] = "its weight is sharded over ranks"
         elif owners[module.weight] > 1:
             left[fqn] = "its weight is shared with another module"
         else:

@@ -15,6 +15,7 @@ from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
 from ._derivatives import apply
 from ._linear import run_linear
 from ._products import Product, clips, saturate
+from ._tensor_parallel import refuse_parts
 from .operands import Delayed, Operand
 
 IntOrPair = int | Sequence[int]
@@ -191,6 +192,7 @@ def convolution(
             "convolution: weight must have 3, 4 or 5 dimensions, two of them for channels, got "
             f"shape {tuple(weight.shape)}"
         )
+    refuse_parts(kind.op, x, weight)
     _check(kind, x, weight, bias, groups, out_dtype)
     assert out_dtype is not None, "checked"
     strides, dilations = kind.integers("stride", stride, 1), kind.integers("dilation", dilation, 1)

@@ -6,6 +6,9 @@ the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
@@ -80,14 +83,16 @@ def cast_rows(
     *,
     use_t: bool,
     record: bool = True,
+    groups: Sequence[Any] = (),
 ) -> tuple[Matrix, Operand, torch.Tensor]:
     """Cast x [S, C] with the recipe's settings for `role`, "x" or "g": what the products by rows
-    read, what grad_weight reads, and the ends of the groups in its transpose.
+    read, what grad_weight reads, and the ends of the groups in its transpose. groups: as in
+    `operands.cast`.
 
     Matrix: data [S, C] with scale_inv as `gemm_grouped` takes it for rows. Operand: of the
     transpose, data [C, S'] with scale_inv [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
     """
-    rows, operand, ends = _cast_rows(x, role, recipe, delayed, offs, use_t, record)
+    rows, operand, ends = _cast_rows(x, role, recipe, delayed, offs, use_t, record, groups)
     own_t = operand.own_t
     # A GPU loads 16 codes along S at once, of groups that begin at multiples of 16.
     if use_t and x.is_cuda and ends is offs and own_t is not None and own_t.data.itemsize == 1:
@@ -104,6 +109,7 @@ def _cast_rows(
     offs: torch.Tensor,
     use_t: bool,
     record: bool,
+    groups: Sequence[Any],
 ) -> tuple[Matrix, Operand, torch.Tensor]:
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if fmt.bits == 16:
@@ -116,7 +122,7 @@ def _cast_rows(
         operand = operands.cast(x, role, recipe, delayed, use_t=use_t, record=record)
         return operand.matrix, operand, offs
     if granularity == "tensor":
-        return *_by_group(x, role, recipe, offs, use_t), offs
+        return *_by_group(x, role, recipe, offs, use_t, groups), offs
     matrix = Matrix(*_rows(x, role, recipe, granularity))
     if not use_t:
         return matrix, Operand(matrix), offs
@@ -132,7 +138,12 @@ def _cast_rows(
 
 
 def _by_group(
-    x: torch.Tensor, role: str, recipe: Recipe, offs: torch.Tensor, use_t: bool
+    x: torch.Tensor,
+    role: str,
+    recipe: Recipe,
+    offs: torch.Tensor,
+    use_t: bool,
+    groups: Sequence[Any],
 ) -> tuple[Matrix, Operand]:
     """x [S, C] with one scale for each group, with that of each row and that of each group."""
     if x.shape[1] == 0:
@@ -140,7 +151,8 @@ def _by_group(
     else:
         rows = vector_norm(x, torch.inf, 1, dtype=torch.float32)
     index = _index(offs, x.shape[0])
-    scale, inv = _scales(_amax(rows, index, offs.shape[0]), role, recipe)
+    amax = operands.largest_of_all(_amax(rows, index, offs.shape[0]), groups)
+    scale, inv = _scales(amax, role, recipe)
     data, data_t = _cast(x.float() * scale.index_select(0, index).unsqueeze(1), role, recipe, use_t)
     row_inv = inv.index_select(0, index).unsqueeze(1)
     group_inv = inv.narrow(0, 0, offs.shape[0]).view(-1, 1, 1)
@@ -180,13 +192,20 @@ def _rows(
     return data, inv
 
 
-def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operand:
+def cast_weights(
+    weight: torch.Tensor, recipe: Recipe, *, use_t: bool, groups: Sequence[Any] = ()
+) -> Operand:
     """Cast weight [E, N, K], and its transposes [E, K, N], each with scales [E, ...] of its own."""
     fmt, granularity = recipe.w, recipe.w_granularity
     if fmt.bits == 16:
         return Operand(Matrix(weight.to(fmt.dtype)))
     experts, n, k = weight.shape
-    if granularity == "tensor":  # the one row of an expert
+    if granularity == "tensor" and groups:
+        amax = vector_norm(weight.flatten(1), torch.inf, 1, dtype=torch.float32)
+        amax = operands.largest_of_all(amax, groups).view(-1, 1, 1)
+        scale, inv = _scales(amax, "w", recipe)
+        data, _ = _cast(weight.float() * scale, "w", recipe, False)
+    elif granularity == "tensor":  # the one row of an expert
         data, inv = _rows_of_weights(weight.reshape(experts, 1, n * k), recipe, "row")
         data = data.view(weight.shape)
     elif granularity == "block128x128":  # squares of one expert

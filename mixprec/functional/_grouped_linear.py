@@ -28,7 +28,8 @@ from ._derivatives import (
 )
 from ._group_casts import cast_rows, cast_weights, in_one_call, space_apart
 from ._linear import run_linear
-from ._products import ROLES, Product, clips, observe, saturate
+from ._products import LOCAL, ROLES, Over, Product, clips, observe, saturate
+from ._tensor_parallel import refuse_parts
 from .operands import NOTHING, Delayed, Matrix, transposed
 
 # What all experts compute of x [S, H], with the ends int32 [E] of the rows of each, and the expert
@@ -117,9 +118,11 @@ class _GroupedLinear(torch.autograd.Function):
             offs = saved_copy(offs)
         ctx.x_dtype, ctx.w_dtype, ctx.products = x.dtype, weight.dtype, (product,)
         need_x, need_w = ctx.needs_input_grad[:2]
-        delayed, use_t = product.delayed, need_w and grad_enabled
-        rows, qx, _ = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
-        qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled)
+        delayed, use_t, over = product.delayed, need_w and grad_enabled, product.over or LOCAL
+        rows, qx, _ = cast_rows(
+            x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled, groups=over.x
+        )
+        qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled, groups=over.w)
         saved_x = qx.for_backward if need_w else NOTHING
         saved_w = qw.for_backward if need_x else NOTHING
         ctx.own_t = qx.own_t is not None, qw.own_t is not None
@@ -143,7 +146,10 @@ def _gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Te
     need_x, need_w = ctx.needs_input_grad[:2]
     gemms, grad_x, grad_w = _Gemms(ctx.recipe, product.name), None, None
     if need_x or need_w:
-        rows, qg, offs_t = cast_rows(g, "g", ctx.recipe, product.delayed, offs, use_t=need_w)
+        groups = (product.over or LOCAL).g
+        rows, qg, offs_t = cast_rows(
+            g, "g", ctx.recipe, product.delayed, offs, use_t=need_w, groups=groups
+        )
     if need_x:
         grad_x = gemms.run("grad_input", rows, w_t, g.shape[1], offs, ctx.x_dtype)
     if need_w:
@@ -201,7 +207,25 @@ def grouped_linear(
     ValueError names offs that are not valid on a CPU. On a GPU an end below the one before, or
     beyond S, leads to values that are not defined, but to no access beyond the arguments.
     """
+    state: dict[str, Any] = {"name": name, "delayed": delayed, "clipped": clipped}
+    return run_grouped_linear(x, weight, offs, recipe=recipe, out_dtype=out_dtype, **state)
+
+
+def run_grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    over: Over | None = None,
+    *,
+    recipe: Recipe | str,
+    out_dtype: torch.dtype | None = None,
+    name: str,
+    delayed: Delayed | None,
+    clipped: torch.Tensor | None,
+) -> torch.Tensor:
+    """`grouped_linear` of the parts of x and weight that this rank has."""
     op, recipe = checks.of_layer("grouped_linear", name), Recipe.parse(recipe)
+    refuse_parts(op, x, weight)
     checks.has_dtype(op, "x", x, checks.FLOATS, checks.CAST_X)
     checks.has_dtype(op, "weight", weight, checks.FLOATS, checks.CAST_WEIGHT)
     checks.has_dtype(op, "offs", offs, (torch.int32,))
@@ -220,12 +244,13 @@ def grouped_linear(
     no_outliers(op, recipe)
     check_state(op, recipe, delayed, clipped, x.device, "mixprec.convert")
     kept = delayed if recipe.is_delayed else None
-    product = Product(main_grad_of(op, weight), kept, None, name)
+    product = Product(main_grad_of(op, weight), kept, None, name, None, over)
     clip, simulated = clips(recipe, out_dtype), simulation.current()
     dtype = torch.float32 if clip else out_dtype
     each = simulated is not None or is_twice_differentiable() or not in_one_call(recipe)
     args, y = (x, weight, None, product, recipe, dtype, torch.is_grad_enabled()), None
-    if not each and x.is_cpu and type(offs) is torch.Tensor:
+    may = over is None or not recipe.is_scaled
+    if may and not each and x.is_cpu and type(offs) is torch.Tensor:
         its = _in_one_call.kernels(x, weight, None, recipe, dtype)
         if its is not None:
             with contextlib.suppress(_in_one_call.CallFailed):  # what is wrong is said below

@@ -20,7 +20,7 @@ from ._derivatives import (
     on_backend_of_forward,
     result,
 )
-from ._products import Gemms, Product, WeightLike, clips, grad_bias, saturate
+from ._products import LOCAL, Gemms, Product, WeightLike, clips, grad_bias, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand, transposed
 
 
@@ -76,6 +76,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         # What is not saved with save_for_backward is modified in place.
         _, delayed, quantized_weight, name, outliers, over = product
+        over = over or LOCAL
         rest_x, rest_w, high_x, high_w = x, weight, None, None
         if outliers is not None:
             (rest_x, high_x), (rest_w, high_w) = (_products.split(t, outliers) for t in (x, weight))
@@ -88,7 +89,7 @@ class _Linear(torch.autograd.Function):
             delayed,
             use_t=need_w and grad_enabled,
             grad_enabled=grad_enabled,
-            groups=over.x if over else (),
+            groups=over.x,
         )
         qw = quantized_weight or operands.cast(
             rest_w,
@@ -97,7 +98,7 @@ class _Linear(torch.autograd.Function):
             delayed,
             use_t=need_x and grad_enabled,
             record=grad_enabled,
-            groups=over.w if over else (),
+            groups=over.w,
         )
         saved_x = qx.for_backward if need_w else NOTHING
         saved_w = qw.for_backward if need_x else NOTHING
@@ -132,8 +133,7 @@ def gradients(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Ten
     main_grad, delayed = ctx.products[0].main_grad, ctx.products[0].delayed
     grad_x = grad_w = None
     if need_x or need_w:
-        over = ctx.products[0].over
-        groups = over.g if over else ()
+        groups = (ctx.products[0].over or LOCAL).g
         qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w, groups=groups)
     if need_x:
         grad_x = gemms.grad_input(qg.matrix, w_t, ctx.x_dtype)

@@ -17,6 +17,7 @@ from ._arguments import check_output, main_grad_of, no_outliers
 from ._derivatives import Tensors, apply, on_backend_of_forward
 from ._linear import check_input
 from ._products import Gemms, Product, WeightLike, grad_bias
+from ._tensor_parallel import refuse_parts
 from .operands import Matrix, Operand
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -331,6 +332,7 @@ def run_linear_cross_entropy(
     name: str = "",
 ) -> torch.Tensor:
     """`linear_cross_entropy`; name: of the layer, for audit."""
+    refuse_parts(_OP, x, weight)
     _check(x, weight, target, bias, recipe, how)
     product = Product(main_grad_of(_OP, weight), name=name)
     grad, simulated = torch.is_grad_enabled(), simulation.current()

@@ -110,6 +110,9 @@ class Over(NamedTuple):
     g: list[Any]
 
 
+LOCAL = Over([], [], [])
+
+
 class Product(NamedTuple):
     """A linear layer, beside its weight and bias: see the arguments of `linear`. over: of the parts
     of a tensor-parallel layer."""

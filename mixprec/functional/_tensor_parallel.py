@@ -4,7 +4,8 @@ Of each dimension of the weight's mesh, weight [N, K] is
     Shard(0): x is replicated, y sharded in its last dimension (ColwiseParallel);
     Shard(1): x is sharded in its last dimension, y a partial sum (RowwiseParallel);
     Replicate: x and y are sharded alike, in a batch or sequence dimension, or not at all.
-Scales that the recipe has for a whole tensor are those of the parts of all ranks together.
+Scales that the recipe has for a whole tensor are those of the parts of all ranks together, but for
+that of NVFP4 beside its blocks'.
 """
 
 from __future__ import annotations
@@ -41,6 +42,28 @@ def is_sharded(weight: torch.Tensor) -> bool:
         return False
     module = getattr(_PACKAGE, "tensor", None)
     return module is not None and isinstance(weight, module.DTensor)
+
+
+def refuse_parts(op: str, *tensors: torch.Tensor | None) -> None:
+    """TypeError where one is a DTensor, from an op that knows of no other ranks."""
+    if any(t is not None and is_sharded(t) for t in tensors):
+        raise TypeError(
+            f"{op}: x and weight must be plain tensors, got a DTensor: of the layers here only "
+            "linear ones compute with parts of a weight; leave this one out of the plan"
+        )
+
+
+def over_of_experts(weight: Any, is_transposed: bool) -> Over:
+    """Of the parts of weight [E, N, K], or [E, K, N], which is split in one of N and K, or both
+    halves of N alike (a gate and what it multiplies), while x is replicated."""
+    over = Over([], [], [])
+    for dim, place in enumerate(weight.placements):
+        at = getattr(place, "dim", None)
+        if at is None or (at := at % 3) == 0:
+            continue
+        over.w.append((weight.device_mesh, dim))
+        over[0 if (at == 2) != is_transposed else 2].append((weight.device_mesh, dim))
+    return over
 
 
 def linear(

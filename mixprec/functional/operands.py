@@ -137,20 +137,21 @@ def _cast(
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t, record)
     if groups and how.cast.granularity == "tensor" and how.cast.scale is None:
-        scale = _scale_of_all(x, how.cast, groups)
+        largest = largest_of_all(amax_op(x), groups)
+        scale = new_scales(largest, how.cast.dtype, how.cast.power_of_two_scale)[0]
         how = how._replace(cast=how.cast._replace(scale=scale))
     return how.operand(quantize_op(x, *how.cast))
 
 
-def _scale_of_all(x: torch.Tensor, how: Cast, groups: Sequence[Any]) -> torch.Tensor:
-    """fp32 []: that of x and of the parts that the other ranks have."""
-    from torch.distributed._functional_collectives import all_reduce, wait_tensor
+def largest_of_all(amax: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
+    """fp32: each amax of this rank's part and of the parts that the other ranks have."""
+    if groups:
+        from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-    largest = amax_op(x)
-    largest = torch.where(largest.isnan(), torch.inf, largest)  # MAX would lose it
-    for group in groups:
-        largest = wait_tensor(all_reduce(largest, "max", group))
-    return new_scales(largest, how.dtype, how.power_of_two_scale)[0]
+        amax = torch.where(amax.isnan(), torch.inf, amax)  # MAX would lose it
+        for group in groups:
+            amax = wait_tensor(all_reduce(amax, "max", group))
+    return amax
 
 
 class OperandCast(NamedTuple):

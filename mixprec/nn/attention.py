@@ -7,6 +7,7 @@ from torch.nn import functional as torch_functional
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from .. import functional
+from ..functional._tensor_parallel import refuse_parts
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._layer import Layer
@@ -53,6 +54,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
                 average_attn_weights, is_causal,
             )  # fmt: skip
         checks.is_tensor("MultiheadAttention", "query", query)
+        refuse_parts("MultiheadAttention", query, self.in_proj_weight, self.q_proj_weight)
         check = torch_functional._mha_shape_check  # type: ignore[attr-defined]
         batched = check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:

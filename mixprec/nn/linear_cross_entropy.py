@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional._linear_cross_entropy import Loss, cross_entropy, run_linear_cross_entropy
+from ..functional._tensor_parallel import is_sharded
 from ..recipes import Recipe
 from ._fused import why_not_fused
 from .autocast import recipe_here, without_modes
@@ -59,7 +60,15 @@ def head_loss(layer: Linear, x: torch.Tensor, target: torch.Tensor, how: Loss) -
     if why_not_fused([layer]) is None and not _has_any_global_hook():
         recipe = recipe_here(layer.recipe)
     if recipe is None or recipe.is_delayed:
-        return cross_entropy(layer(x), target, how)
+        logits, classes = layer(x), layer.weight.shape[0]
+        logits = logits.full_tensor() if is_sharded(logits) else logits
+        if is_sharded(layer.weight) and logits.shape[-1] != classes:
+            raise ValueError(
+                f"LinearCrossEntropy: logits must be of all {classes} classes, got the "
+                f"{logits.shape[-1]} of one rank: use "
+                "ColwiseParallel(output_layouts=Replicate()) for its linear layer"
+            )
+        return cross_entropy(logits, target, how)
     with without_modes():
         return run_linear_cross_entropy(
             x, layer.weight, target, layer.bias, recipe, how, layer._path

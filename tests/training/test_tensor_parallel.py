@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -127,6 +129,7 @@ def on_two(results: dict[str, list[torch.Tensor]]) -> None:
             check(recipe, sequence, "convert", False, False, want)
     for recipe, fuse in (("fp8", True), ("fp8-delayed", False)):  # layers of DTensors are not fused
         check(recipe, True, "parallelize", fuse, False, results[recipe])
+    check("fp8", True, "convert", True, False, results["fp8"])
 
 
 def test_tensor_and_sequence_parallel() -> None:
@@ -201,3 +204,59 @@ def test_parameters_are_cast_before_and_after() -> None:
 
 def test_compiled_and_with_a_plain_x() -> None:
     on_ranks(2, plain_and_compiled)
+
+
+def other_layers() -> None:
+    """What is not a linear layer is refused, or computes as one process does."""
+    mesh, x = init_device_mesh("cpu", (2,)), data(0, 0)
+    split = partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)])
+    refused = r": x and weight must be plain tensors, got a DTensor: of the layers here only linear"
+    conv = mixprec.nn.Conv1d(LENGTH, 4, 3, recipe="fp8")
+    conv.weight = nn.Parameter(split(conv.weight.detach()))
+    attention = mixprec.convert(nn.MultiheadAttention(WIDTH, 4), "fp8")
+    attention.in_proj_weight = nn.Parameter(split(attention.in_proj_weight.detach()))
+    ends, labels = torch.tensor([6, 12], dtype=torch.int32), torch.arange(12) % 8
+    experts, head = split(torch.ones(2, 8, WIDTH)), split(torch.ones(8, WIDTH))
+    rows = x.flatten(0, 1)
+    for call in (
+        lambda: conv(x),
+        lambda: attention(x, x, x),
+        lambda: mixprec.functional.grouped_linear(rows, experts, ends),
+        lambda: mixprec.functional.linear_cross_entropy(rows, head, labels),
+    ):
+        with pytest.raises(TypeError, match=refused):
+            call()
+    loss = mixprec.nn.LinearCrossEntropy(WIDTH, 8)
+    loss.linear.register_forward_hook(lambda *_: None)  # as a plan does, so that logits are whole
+    want = loss(rows, labels)
+    for style in (
+        ColwiseParallel(output_layouts=Replicate()),
+        ColwiseParallel(use_local_output=False),
+    ):
+        model = parallelize_module(copy.deepcopy(loss), mesh, {"linear": style})
+        torch.testing.assert_close(model(rows, labels), want, rtol=1e-6, atol=0)
+    model = parallelize_module(loss, mesh, {"linear": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"^LinearCrossEntropy: logits must be of all 8 classes, "):
+        model(rows, labels)
+    plan = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
+    for kind in (mixprec.nn.MLP, mixprec.nn.GatedMLP):
+        mlp = kind(WIDTH, 64, recipe="fp8")
+        mlp.up.register_forward_hook(lambda *_: None)  # which is not fused
+        want = mlp(x)
+        parallelize_module(mlp, mesh, {n: s for n, s in plan.items() if hasattr(mlp, n)})
+        torch.testing.assert_close(mlp(x), want, rtol=0, atol=1e-6)
+    _, report = mixprec.freeze(mlp)
+    assert {*report.left.values()} == {"its weight is sharded over ranks"}
+    mlp.up.weight.requires_grad_(False)
+    weight = mlp.down.weight
+    mlp(x).sum().backward()
+    assert mlp.up.weight.grad is None
+    grad = weight.grad.full_tensor()
+    weight.grad, weight.main_grad = None, torch.zeros_like(weight)
+    mlp(x).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(weight.main_grad.full_tensor(), grad)
+
+
+def test_other_layers() -> None:
+    on_ranks(2, other_layers)
