@@ -20,6 +20,7 @@ class _Context(threading.local):
         self.hooks = 0  # blocks in which saved tensors are compressed or counted
         self.record: Callable[..., None] | None = None  # of saved tensors
         self.op: Any = None  # memory.running: what autograd saves tensors for
+        self.over: dict[str, Any] = {}  # over which ranks stacked weights are split, by name
         self.plain = False  # autocast(enabled=False) runs an op
 
 

@@ -105,19 +105,22 @@ def cast(
     use_t: bool,
     record: bool = True,
     groups: Sequence[Any] = (),
+    amax: torch.Tensor | None = None,
 ) -> Operand:
     """Cast x [..., C] with the recipe's settings for `role`: "x", "w" or "g".
 
     use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax;
-    groups: the dimensions of a mesh, (mesh, dimension), over which x is sharded, for one scale.
+    groups: the dimensions of a mesh, (mesh, dimension), over which x is sharded, for one scale;
+    amax: that of the parts of all ranks, if it is known.
     """
     if x.dim() == 1:
         x = x.unsqueeze(0)
     first, second = recipe.casts(role)
     if not use_t or second == first:
-        return _cast(x, role, first, delayed, use_t, record, groups)
-    plain = _cast(x, role, first, delayed, False, record, groups)
-    return Operand(plain.matrix, _cast(x, role, second, delayed, True, record, groups).matrix_t)
+        return _cast(x, role, first, delayed, use_t, record, groups, amax)
+    plain = _cast(x, role, first, delayed, False, record, groups, amax)
+    own_t = _cast(x, role, second, delayed, True, record, groups, amax).matrix_t
+    return Operand(plain.matrix, own_t)
 
 
 def _cast(
@@ -128,6 +131,7 @@ def _cast(
     use_t: bool,
     record: bool,
     groups: Sequence[Any],
+    amax: torch.Tensor | None,
 ) -> Operand:
     """x [..., C] with a recipe that is the same for both products that read it."""
     fmt = getattr(recipe, role)
@@ -136,9 +140,10 @@ def _cast(
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t, record)
-    if groups and how.cast.granularity == "tensor" and how.cast.scale is None:
-        largest = largest_of_all(amax_op(x), groups)
-        scale = new_scales(largest, how.cast.dtype, how.cast.power_of_two_scale)[0]
+    shared = amax is not None or groups
+    if shared and how.cast.granularity == "tensor" and how.cast.scale is None:
+        amax = largest_of_all(amax_op(x), groups) if amax is None else amax
+        scale = new_scales(amax, how.cast.dtype, how.cast.power_of_two_scale)[0]
         how = how._replace(cast=how.cast._replace(scale=scale))
     return how.operand(quantize_op(x, *how.cast))
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import scaling
+from .._local_gradients import local
 from ..functional._arguments import watch_main_grad
 from ..functional.operands import Delayed, Operand
 from ..ops._dispatch.checks import NOT_TRACED
@@ -249,27 +250,30 @@ class Layer(torch.nn.Module):
         chosen = self._chosen_outliers()
         if chosen is not outliers or (eager and _version(chosen) != outliers_version):
             return None  # cast for others
-        if eager and (weight._version, weight.data_ptr()) != (version, address):
+        part = local(weight)
+        if eager and (part._version, part.data_ptr()) != (version, address):
             raise RuntimeError(
                 f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
                 "changed inside the block; end the block before the optimizer's step"
             )
         return operand
 
-    def _quantize_weight(self) -> None:
-        """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
+    def _quantize_weight(self, amax: torch.Tensor | None = None) -> None:
+        """Cast the weight now, for all forward passes until `_quantized_weight` is None again.
+        amax: of a weight that is sharded over ranks, that of all parts."""
         weight = self.weight
         if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
             return  # nothing to cast
         with torch.no_grad():
-            state = weight._version, weight.data_ptr(), self._cast_weight()
+            part = local(weight)
+            state = part._version, part.data_ptr(), self._cast_weight(amax)
             chosen = self._chosen_outliers()
             self._quantized_weight = QuantizedWeight(weight, *state, chosen, _version(chosen))
 
     def _chosen_outliers(self) -> torch.Tensor | None:
         return self._buffers.get(OUTLIERS) if self._recipe.has_outliers else None
 
-    def _cast_weight(self) -> Operand:
+    def _cast_weight(self, amax: torch.Tensor | None = None) -> Operand:
         raise NotImplementedError
 
     def reset_parameters(self) -> None:

@@ -62,7 +62,7 @@ class Convolution(Layer):
         """The padding that the convolution itself adds."""
         return self.padding if self.padding_mode == "zeros" else 0
 
-    def _cast_weight(self) -> Operand:
+    def _cast_weight(self, amax: torch.Tensor | None = None) -> Operand:
         return functional.cast_conv_weight(
             self.weight, self._zeros, self.groups, self.recipe, self._delayed(), self.transposed
         )

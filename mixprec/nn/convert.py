@@ -21,8 +21,9 @@ from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import kinds
 from ._layer import Layer
-from ._replaced import saved_of, set_saved, unfuse
+from ._replaced import replace, saved_of, set_saved, unfuse
 from ._subclass import inject_parametrizations, original_class
+from ._tensor_parallel import give_back, parallel_of, take_parallel
 from .fuse import fuse as fuse_parts
 
 logger = logging.getLogger("mixprec")
@@ -200,6 +201,7 @@ def _convert(
         for fqn, layer_recipe in chosen.items()
         if not kinds.takes_outliers(layers[fqn])
     }
+    taken = {fqn: take_parallel(layers[fqn], fqn) for fqn in chosen}
     for fqn in chosen:
         if is_fully_sharded(layers[fqn]) and not isinstance(layers[fqn], Layer):
             raise ValueError(
@@ -207,7 +209,7 @@ def _convert(
                 "class it would lose: convert before"
             )
         if isinstance(layers[fqn], Layer):
-            if "forward" in vars(layers[fqn]):
+            if "forward" in vars(layers[fqn]) and parallel_of(layers[fqn]) is None:
                 raise ValueError(
                     f"convert: {fqn or 'the model'} has its own forward, which would not use the "
                     "recipe: convert it before it is wrapped"
@@ -220,6 +222,8 @@ def _convert(
             module.recipe, module._path = layer_recipe, fqn
         elif (kind := kinds.layer_for(module)) is not None:
             kind._of(module, layer_recipe, fqn)
+        if (parallel := taken[fqn]) is not None:
+            replace(parallel)
         if isinstance(module, Layer):
             module._is_override = layer_recipe not in (recipe, recipe.without_outliers)
     used = Counter(str(layer_recipe) for layer_recipe in chosen.values()) or {str(recipe): 0}
@@ -259,7 +263,8 @@ def unconvert(model: nn.Module) -> nn.Module:
         if not isinstance(module, Layer):
             continue
         where = fqn or "the model"
-        if "forward" in vars(module) and saved_of(module) is None:
+        is_own = saved_of(module) is None and parallel_of(module) is None
+        if "forward" in vars(module) and is_own:
             raise ValueError(
                 f"unconvert: {where} has its own forward: remove what wraps it, then unconvert"
             )
@@ -278,6 +283,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         module._leave()
         module.__class__ = original  # type: ignore[assignment]
         inject_parametrizations(module)
+        give_back(module)
     kinds.restore_fast_paths(model)
     logger.info("unconvert: %d layers", len(originals))
     return model

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .. import functional
-from ..functional._grouped_linear import mixture
+from .._context import context
+from ..functional._grouped_linear import mixture, run_grouped_linear
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from ._content import content_of
@@ -49,6 +49,17 @@ class Experts(Intercepted):
         if dtypes <= {*checks.FLOATS} and is_decorated(type(self)) and _is_one_product(self):
             products.has_run = True
             return _grouped(self, products, *args, **kwargs)
+        by_tensor = (
+            getattr(its, f"{role}_granularity") == "tensor"
+            for role in "xwg"
+            for its in recipe.casts(role)
+        )
+        if context.over and recipe.is_scaled and any(by_tensor):
+            raise ValueError(
+                f"{self._path or 'experts'}: recipe must not scale whole tensors, of which each "
+                f"rank has a part here, got {recipe.name}: set experts_implementation to "
+                '"grouped_mm" or "batched_mm" for classes of transformers, or use another recipe'
+            )
         return super()._run(recipe, products, args, kwargs)
 
 
@@ -97,7 +108,8 @@ def _grouped(
             weight = getattr(experts, name)
             if experts.is_transposed:
                 weight = weight.transpose(1, 2)
-            y = products.product(functional.grouped_linear, x, base_parameter(weight), ends)
+            over = context.over.get(name)
+            y = products.product(run_grouped_linear, x, base_parameter(weight), ends, over)
             assert y is not None, "its dtypes were checked"
             return y + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else y
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._local_gradients import local
 from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
@@ -38,11 +39,11 @@ def _run(layer: Layer, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) ->
     return run_linear(x, weight, bias, product, recipe, out_dtype, clipped)
 
 
-def cast_weight(layer: Layer, weight: torch.Tensor) -> Operand:
-    """The operand of weight [N, K], for all three products."""
+def cast_weight(layer: Layer, weight: torch.Tensor, amax: torch.Tensor | None = None) -> Operand:
+    """The operand of weight [N, K], for all three products. amax: as in `operands.cast`."""
     indices = layer._outliers()
     rest = weight if indices is None else split(weight, indices)[0]
-    return operands.cast(rest, "w", layer.recipe, layer._delayed(), use_t=True)
+    return operands.cast(rest, "w", layer.recipe, layer._delayed(), use_t=True, amax=amax)
 
 
 class Linear(Layer, torch.nn.Linear):
@@ -89,8 +90,8 @@ class Linear(Layer, torch.nn.Linear):
         with without_modes():
             return _run(self, input, weight, recipe)
 
-    def _cast_weight(self) -> Operand:
-        return cast_weight(self, self.weight)
+    def _cast_weight(self, amax: torch.Tensor | None = None) -> Operand:
+        return cast_weight(self, local(self.weight), amax)
 
     def extra_repr(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"
@@ -116,8 +117,8 @@ class Conv1D(Layer):
             return y
         return _run(self, x, self.weight, recipe)
 
-    def _cast_weight(self) -> Operand:
-        return cast_weight(self, self.weight.t())
+    def _cast_weight(self, amax: torch.Tensor | None = None) -> Operand:
+        return cast_weight(self, self.weight.t(), amax)
 
     __repr__ = torch.nn.Module.__repr__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from distributed_models import whole
 from ranks import on_ranks
 from torch import nn
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -260,3 +262,33 @@ def other_layers() -> None:
 
 def test_other_layers() -> None:
     on_ranks(2, other_layers)
+
+
+def reused() -> None:
+    """The scales of all weights in one all-reduce, with the same bits."""
+    mesh, counts, grads = init_device_mesh("cpu", (2,)), [], []
+    model = mixprec.convert(make_model(), "fp8")
+    parallel(model, mesh, False)
+    calls, all_reduce = [], collectives.all_reduce
+    collectives.all_reduce = lambda x, op, group: calls.append(op) or all_reduce(x, op, group)
+    for block in (contextlib.nullcontext(), mixprec.reuse_weights(model)):
+        calls.clear()
+        with block:
+            for part in (0, 1):
+                model(data(0, part)).square().sum().backward()
+        counts.append(calls.count("max"))
+        grads.append(whole(p.grad for p in model.parameters()))
+        model.zero_grad()
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    # Of 6 layers in 2 passes: x or g of each, and each weight.
+    assert counts == [2 * 6 * 2, 2 * 6 + 1]
+    with mixprec.reuse_weights(model):
+        model[0].mlp[0].weight.detach().to_local().add_(1.0)
+        with pytest.raises(
+            RuntimeError, match=r"^reuse_weights: the weight of 0.mlp.0 was changed"
+        ):
+            model(data(0, 0))
+
+
+def test_weights_are_cast_once() -> None:
+    on_ranks(2, reused)
