@@ -144,8 +144,9 @@ def convert(
     that are converted as a whole no longer take their fast path, which reads weights; another
     parent that reads the weight of a layer instead of calling it, such as the Swin of torchvision,
     computes as before. Layers that transformers has split over ranks (tp_plan) are converted where
-    they are, except by styles that are not known, for which ValueError names the layer. In FP8, convolutions that are not 1 x 1 save memory, not time:
-    `mixprec.filters.worthwhile` leaves them out.
+    they are, except by styles that are not known, for which ValueError names the layer. In FP8,
+    convolutions that are not 1 x 1 save memory, not time: `mixprec.filters.worthwhile` leaves them
+    out.
 
     One line reports the number of layers, the share of the model's weights that they hold, and what
     else has weights, with the reason why it was left. (For the share of its arithmetic, which
