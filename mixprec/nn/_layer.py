@@ -53,6 +53,13 @@ def _version(t: torch.Tensor | None) -> int:
     return 0 if t is None or t.is_inference() else t._version
 
 
+def _written(weight: torch.Tensor) -> tuple[int, int]:
+    """What changes when a weight is written: the sum of versions, also of the part of a DTensor,
+    which optimizers write directly, and the address."""
+    part = local(weight)
+    return weight._version + part._version, part.data_ptr()
+
+
 class _Name:
     """The path that convert gave to a layer, unless its class sets a `name` of its own."""
 
@@ -250,8 +257,7 @@ class Layer(torch.nn.Module):
         chosen = self._chosen_outliers()
         if chosen is not outliers or (eager and _version(chosen) != outliers_version):
             return None  # cast for others
-        part = local(weight)
-        if eager and (part._version, part.data_ptr()) != (version, address):
+        if eager and _written(weight) != (version, address):
             raise RuntimeError(
                 f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
                 "changed inside the block; end the block before the optimizer's step"
@@ -265,8 +271,7 @@ class Layer(torch.nn.Module):
         if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
             return  # nothing to cast
         with torch.no_grad():
-            part = local(weight)
-            state = part._version, part.data_ptr(), self._cast_weight(amax)
+            state = *_written(weight), self._cast_weight(amax)
             chosen = self._chosen_outliers()
             self._quantized_weight = QuantizedWeight(weight, *state, chosen, _version(chosen))
 

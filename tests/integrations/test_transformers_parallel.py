@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,11 @@ def losses(model: torch.nn.Module, steps: int = STEPS) -> list[float]:
         return [*found, model(input_ids=tokens, labels=tokens).loss.item()]
 
 
-def trained(folder: Path, cases: list[tuple[str, str, bool]]) -> list[list[float]]:
+def trained(
+    folder: Path, cases: list[tuple[str, Any, bool]], steps: int = STEPS
+) -> list[list[float]]:
     return [
-        losses(mixprec.convert(split(folder / family), recipe, fuse=fuse))
+        losses(mixprec.convert(split(folder / family), recipe, fuse=fuse), steps)
         for family, recipe, fuse in cases
     ]
 
@@ -115,7 +118,24 @@ def test_losses_are_those_of_one_process(
     ranks = on_ranks(2, trained, folder=tmp_path, cases=cases)
     assert ranks[0] == ranks[1]
     for case, mine, want in zip(cases, ranks[0], alone, strict=True):
-        assert mine == pytest.approx(want, rel=0, abs=1e-3), case
+        # Norms and attention are fused; other products differ by the order of sums over ranks.
+        limit = 5e-3 if case[2] else 1e-3
+        assert mine == pytest.approx(want, rel=0, abs=limit), case
+
+
+def test_scales_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Scales of any value, with which those of one rank would give losses that differ by 1e-4."""
+    recipe = dataclasses.replace(
+        mixprec.Recipe.parse("fp8"), name="exact", power_of_two_scale=False
+    )
+    cases, alone = [(family, recipe, False) for family in ("llama", "mixtral")], []
+    for family, _, _ in cases:
+        model = make_model(family)
+        model.save_pretrained(tmp_path / family)
+        alone.append(losses(mixprec.convert(model, recipe), 2))
+    for rank in on_ranks(2, trained, folder=tmp_path, cases=cases, steps=2):
+        for mine, want in zip(rank, alone, strict=True):
+            assert mine == pytest.approx(want, rel=0, abs=1e-5)
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -270,7 +270,12 @@ def reused() -> None:
     model = mixprec.convert(make_model(), "fp8")
     parallel(model, mesh, False)
     calls, all_reduce = [], collectives.all_reduce
-    collectives.all_reduce = lambda x, op, group: calls.append(op) or all_reduce(x, op, group)
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs["reduceOp"] if "reduceOp" in kwargs else args[1])
+        return all_reduce(*args, **kwargs)
+
+    collectives.all_reduce = counted
     for block in (contextlib.nullcontext(), mixprec.reuse_weights(model)):
         calls.clear()
         with block:
@@ -283,7 +288,8 @@ def reused() -> None:
     # Of 6 layers in 2 passes: x or g of each, and each weight.
     assert counts == [2 * 6 * 2, 2 * 6 + 1]
     with mixprec.reuse_weights(model):
-        model[0].mlp[0].weight.detach().to_local().add_(1.0)
+        with torch.no_grad():
+            model[0].mlp[0].weight.to_local().add_(1.0)
         with pytest.raises(
             RuntimeError, match=r"^reuse_weights: the weight of 0.mlp.0 was changed"
         ):
