@@ -20,7 +20,7 @@ from mixprec.formats import BLOCK, FORMATS
 from . import device, front, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
-from .studies import accuracy, peak, predicted_step, step_counts
+from .studies import accuracy, peak, predicted_step, several_ranks, step_counts
 from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -231,6 +231,12 @@ def counts(root: Path) -> str:
     return step_counts.block(results.read_json(root / results.RESULTS / "step_counts.json"))
 
 
+def ranks(root: Path) -> str:
+    """What training on several ranks was compared with."""
+    path = root / several_ranks.OUT
+    return several_ranks.block(results.read_json(path)) if path.exists() else "Nothing was run yet."
+
+
 # Of the results of make bench on each processor; of a file of the block's own name, "peak gpt" of
 # peak-gpt.json; of others.
 OF_BENCH: dict[str, Block] = {
@@ -257,6 +263,7 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "build": build,
     "step counts": counts,
     "format tables": format_tables,
+    "several ranks": ranks,
     "stats": stats,
 }
 

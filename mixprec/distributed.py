@@ -226,6 +226,18 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _zero() -> Any:
+    """ZeroRedundancyOptimizer, if it is imported."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return getattr(module, "ZeroRedundancyOptimizer", None)
+
+
+def inside_zero(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of this rank inside a ZeroRedundancyOptimizer; any other itself."""
+    zero = _zero()
+    return optimizer.optim if zero is not None and isinstance(optimizer, zero) else optimizer
+
+
 def _refuse_fsdp1(params: Sequence[torch.Tensor]) -> None:
     """RuntimeError for the parts that FullyShardedDataParallel leaves on a rank, which are plain
     tensors: whose they are is not known."""
@@ -258,8 +270,7 @@ def first_step(
         _refuse_fsdp1(params)
     from torch.nn.parallel import DistributedDataParallel
 
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    zero = getattr(module, "ZeroRedundancyOptimizer", None)
+    zero = _zero()
     mine = set(map(id, params))
     # Neither module nor optimizer knows what wraps it: of all objects, those of these classes.
     for wrapper in gc.get_objects():

@@ -4,6 +4,7 @@ And a check that recipes which need loss scaling are trained with it."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["BUFFERS", "after_step", "follow", "forget", "has_state", "keep_fp32", "loadable"]
-__all__ += ["plain_state_dict", "reset", "set_automatic_updates", "update_scales"]
+__all__ += ["plain_state_dict", "reset", "runs_on_no_data", "set_automatic_updates"]
+__all__ += ["update_scales"]
 
 # Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
 # steps, newest first [2, L], and the scale for the next cast [2], 0 where there is none yet.
@@ -74,6 +76,20 @@ def follow(layer: torch.nn.Module) -> None:
 def forget(layer: torch.nn.Module) -> None:
     """Leave a layer, which no longer has delayed scales, out of the automatic updates."""
     _layers.discard(layer)
+
+
+def runs_on_no_data() -> bool:
+    """Whether this is the pass with which a PipelineStage of torch finds out, in its first step,
+    what shapes its stage returns: on memory that nothing has been written to, in grad mode."""
+    if torch.compiler.is_compiling():
+        return False
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    kind = getattr(stage, "PipelineStage", None)
+    infer: Any = getattr(kind, "_forward_metadata_inference", None)  # older ones: without grad mode
+    frame: Any = None if infer is None else sys._getframe()
+    while frame is not None and frame.f_code is not infer.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def set_automatic_updates(enabled: bool) -> None:

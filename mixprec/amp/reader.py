@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from .._local_gradients import gradient_of, local
-from ..distributed import Ranks
+from ..distributed import Ranks, inside_zero
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops import grad_stats_
 
@@ -51,7 +51,7 @@ def gradients(
     """By device, the optimizer's params that have gradients, and these gradients (the values of a
     sparse one, the part on this rank of a DTensor). ValueError for fp16 ones unless allow_fp16."""
     per_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    ours = unscales_itself(optimizer)
+    ours = unscales_itself(inside_zero(optimizer))  # which reads main_grad
     for p in params_of(optimizer):
         grad = gradient_of(p) if ours else p.grad
         if grad is None:

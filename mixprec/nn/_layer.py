@@ -215,7 +215,10 @@ class Layer(torch.nn.Module):
     def _delayed(self) -> Delayed | None:
         if not self._recipe.is_delayed:
             return None
-        return Delayed(*map(self._buffers.get, ("scale", "amax", "grad_amax")))  # type: ignore[arg-type]
+        state = Delayed(*map(self._buffers.get, ("scale", "amax", "grad_amax")))  # type: ignore[arg-type]
+        if scaling.runs_on_no_data():
+            return Delayed(*(t.clone() for t in state))
+        return state
 
     def _outliers(self) -> torch.Tensor | None:
         """Their indices, int64 [k], where the recipe has outliers."""

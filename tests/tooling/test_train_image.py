@@ -111,7 +111,7 @@ def test_an_alias_prints_as_the_recipe_that_it_is(examples: pytest.MonkeyPatch) 
     assert names == ["fp32", "nvfp4-1x16", "fused-nvfp4-1x16", "fp8@hopper-fast"]
     parse = importlib.import_module("train_image").parse_arguments
     assert parse(["--recipes=nvfp4,nvfp4-1x16,fp32"]).recipes == ["nvfp4-1x16", "fp32"]
-    for program in ("train_pruned", "train_ddp"):
+    for program in ("train_pruned", "train_ranks"):
         parse = importlib.import_module(program).parse_arguments
         assert parse(["--recipe=nvfp4"]).recipe == "nvfp4-1x16"
 

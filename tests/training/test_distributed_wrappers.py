@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
+import mixprec.distributed
 
 AdamW, BF16 = mixprec.optim.AdamW, torch.bfloat16
 SIZES = 32, 64, 32
@@ -132,8 +134,48 @@ def pipeline() -> None:
     torch.testing.assert_close(stage[0].weight, alone[2 * rank].weight)
 
 
+def zero_scaled() -> None:
+    """What reduce_gradients_in_fp32 has averaged is unscaled in main_grad, too."""
+    ends = []
+    for enabled in (False, True):
+        model = make_model(*SIZES).to(BF16)
+        ddp = DistributedDataParallel(model)
+        mixprec.distributed.reduce_gradients_in_fp32(ddp)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), mixprec.optim.SGD, lr=1e-2)
+        scaler = mixprec.GradScaler(init_scale=1024.0, enabled=enabled)
+        scaler.scale(ddp(torch.ones(8, 32, dtype=BF16)).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append(whole(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def delayed_pipeline() -> None:
+    """The pass with which torch finds out shapes, on unwritten memory, leaves scales alone."""
+    rank, x = dist.get_rank(), torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    alone = mixprec.convert(make_model(32, 32, 32), "fp8-delayed")
+    stage = copy.deepcopy(alone)[:2] if rank == 0 else copy.deepcopy(alone)[2:]
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=nn.MSELoss()
+    )
+    to_tensor = PipelineStage._to_tensor
+
+    def huge(self: PipelineStage, arg: Any) -> torch.Tensor:
+        found = to_tensor(self, arg)
+        return found if isinstance(arg, torch.Tensor) else found.detach().fill_(1e9)
+
+    target = torch.zeros(8, 32)
+    with patch.object(PipelineStage, "_to_tensor", huge):
+        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=[])
+    for part in x.chunk(2):
+        nn.functional.mse_loss(alone(part), target[:4]).backward()
+    for model in (alone, stage):
+        mixprec.update_scales(model)
+    assert torch.equal(stage[0].amax_history, alone[2 * rank].amax_history)
+
+
 def on_two() -> None:
-    for check in (zero, fsdp1, main_grads, pipeline):
+    for check in (zero, zero_scaled, fsdp1, main_grads, pipeline, delayed_pipeline):
         check()
 
 
