@@ -27,11 +27,18 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def _torchs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: SDPBackend
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtype: torch.dtype,
+    backend: SDPBackend,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computed in `dtype`, with one of torch's implementations."""
+    """Computed in `dtype`, with one of torch's implementations; causal without a mask."""
     with sdpa_kernel(backend):
-        y = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True)
+        y = scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), mask, is_causal=mask is None
+        )
     return y.to(q.dtype)
 
 
@@ -40,7 +47,7 @@ def _pass(product: Product, tensors: Tensors) -> Tensors:
     return both_passes(partial(product, *inputs), inputs, g)
 
 
-def _workload(length: int, dtype: torch.dtype) -> Workload:
+def _workload(length: int, dtype: torch.dtype, mask: torch.Tensor | None = None) -> Workload:
     shape = (BATCH, length, HEADS, WIDTH)  # as projections leave them in memory
     q, k, v, g = (
         device.randn(*shape, dtype=dtype, seed=i, on="cpu").transpose(1, 2) for i in range(4)
@@ -48,23 +55,24 @@ def _workload(length: int, dtype: torch.dtype) -> Workload:
     tensors = *(x.requires_grad_() for x in (q, k, v)), g
     ways = {"": SDPBackend.FLASH_ATTENTION, ", without flash": SDPBackend.MATH}
     baselines = {
-        f"torch, {name}{how}": partial(_torchs, dtype=computed, backend=backend)
+        f"torch, {name}{how}": partial(_torchs, dtype=computed, backend=backend, mask=mask)
         for name, computed in DTYPES.items()
         if computed in (torch.float32, dtype)
         for how, backend in ways.items()
     }
-    ours = partial(_pass, partial(attention, causal=True), tensors)
+    ours = partial(_pass, partial(attention, mask=mask, causal=mask is None), tensors)
 
     def check() -> str | None:
         *wide, g = (x.detach().double() for x in tensors)
         want = _pass(
-            partial(scaled_dot_product_attention, is_causal=True),
+            partial(scaled_dot_product_attention, attn_mask=mask, is_causal=mask is None),
             (*(x.requires_grad_() for x in wide), g),
         )
         names = ("y", "grad of q", "grad of k", "grad of v")
         return verify.sqnr_at_least(dict.fromkeys(names, SQNR[dtype]), ours(), want)
 
-    seen = length * (length + 1) / 2  # pairs of a query and a key
+    visible = torch.ones(length, length).tril() if mask is None else mask
+    seen = visible.expand(BATCH, 1, length, length).sum().item() / BATCH  # pairs of query and key
     return Workload(
         ours,
         {name: partial(_pass, product, tensors) for name, product in baselines.items()},
@@ -82,6 +90,28 @@ for _name, _dtype in DTYPES.items():
             partial(_workload, _length, _dtype),
             quick=_length == LENGTHS[0],
         )
+
+
+def _masks() -> dict[str, tuple[torch.Tensor, float]]:
+    """Of 1024 queries and keys, and how many times torch's speed is the target. Every sequence has
+    768 tokens, or there are four of 256 in one."""
+    at = torch.arange(1024)
+    causal, unpadded = at[:, None] >= at, (at < 768).expand(BATCH, 1, 1, -1)
+    return {
+        "causal and padding": (causal & unpadded, 4.5),
+        "padding": (unpadded, 3.0),
+        "a causal window of 256": (causal & (at[:, None] - at < 256), 7.0),
+        "four packed sequences": (causal & (at[:, None] // 256 == at // 256), 8.0),
+    }
+
+
+for _what, (_mask, _target) in _masks().items():
+    case(
+        f"attention/bf16/1024, {_what}",
+        f"forward and backward, bf16 [{BATCH}, {HEADS}, 1024, {WIDTH}], a boolean mask: {_what}",
+        times_faster(_target),
+        partial(_workload, 1024, torch.bfloat16, _mask),
+    )
 
 
 def _rotary() -> Workload:

@@ -1,15 +1,12 @@
 // attention: tiles of queries x keys in the manner of FlashAttention-2 (Dao, 2023). Each thread
 // packs the keys and values of a head once.
 #include <cmath>
-#include <limits>
 
-#include "cpu/attention_tiles.h"
+#include "cpu/attention_mask.h"
 
 namespace mixprec::cpu {
 
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The scratch memory of forward.
 struct Forward {
@@ -38,7 +35,8 @@ struct Forward {
   }
 
   // The queries from `row` on; their results are in `out`, to be multiplied by `factor`.
-  void rows(const Heads& q_heads, int64_t b, int64_t h, int64_t row, float* logsumexp) {
+  void rows(const Heads& q_heads, const Mask& mask, int64_t b, int64_t h, int64_t row,
+            float* logsumexp) {
     int64_t count = std::min(kTileSide, size.queries - row);
     kernel.pack(q_heads.dtype, q_heads.at(b, h, row), q_heads.row, count, size.d, q, ld.along,
                 kTileSide);
@@ -46,12 +44,16 @@ struct Forward {
     std::fill(maximum, maximum + kTileSide, -kInfinity);
     std::fill(sum, sum + kTileSide, 0.0f);
     std::fill(factor, factor + kTileSide, 0.0f);
-    int64_t end = size.causal ? std::min(size.keys, row + count) : size.keys;
+    int64_t end = size.keys_of(row + count - 1);
     for (int64_t key = 0; key < end; key += kTileSide) {
+      Sight sight = mask.sight(b, h, row, key);
+      if (sight == Sight::hidden) continue;
       TileShape tile = size.tile(row, key);
+      tile.masked = sight == Sight::mixed;
       kernel.product({count, tile.keys, k.words, q, ld.along, false, k.tile(key), kTileLd, scores,
                       kTileLd, nullptr, size.scale, tile.causal ? Seen::columns : Seen::all,
                       tile.shift});
+      if (tile.masked) mask.apply(kernel, tile, b, h, row, key, scores);
       kernel.softmax(tile, scores, maximum, sum, factor, weights);
       kernel.product({count, size.d, ceil_div(tile.keys, kernel.pair), weights, kTileLd, false,
                       v + key / kernel.pair * ld.by_rows, ld.by_rows, out, ld.by_rows, factor, 1.0f,
@@ -60,17 +62,19 @@ struct Forward {
     for (int64_t r = 0; r < count; ++r) {
       logsumexp[r] = end > 0 ? maximum[r] + std::log(sum[r]) : -kInfinity;
       factor[r] = end > 0 ? 1.0f / sum[r] : 0.0f;
+      if (sum[r] == 0.0f && mask.hides_all(b, h, row + r)) logsumexp[r] = factor[r] = 0.0f;
     }
   }
 };
 
 }  // namespace
 
-// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T], remainder
-// of out, bf16: q's shape, or [0] of fp32
+// q [B, H, T, D], k and v [B, H_kv, S, D], mask [B or 1, H or 1, T, S] -> out (q's shape),
+// logsumexp fp32 [B, H, T], remainder of out, bf16: q's shape, or [0] of fp32
 std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal,
-                                             double scale) {
+                                             double scale, MaybeTensor mask) {
   Sizes size = check(q, k, v, causal, scale, "attention");
+  const Mask seen(mask, size, q.scalar_type(), "attention");
   q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
   Tensor out = empty_like_rows(q, q.scalar_type());
   Tensor logsumexp = empty({size.batch, size.heads, size.queries}, ScalarType::Float);
@@ -93,7 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool 
         here.pack(k_heads, v_heads, b, kv_head);
         packed = b * size.kv_heads + kv_head;
       }
-      here.rows(q_heads, b, h, row, all_logsumexp + (b * size.heads + h) * size.queries + row);
+      here.rows(q_heads, seen, b, h, row,
+                all_logsumexp + (b * size.heads + h) * size.queries + row);
       kernel.store_rows(to.dtype, here.out, here.ld.by_rows, here.factor,
                         std::min(kTileSide, size.queries - row), size.d, to.at(b, h, row), to.row,
                         rounds ? rest + to.index(b, h, row) : nullptr);

@@ -1,6 +1,6 @@
 // attention_backward: the weights of each tile are computed again from the logsumexp, as in
 // FlashAttention-2 (Dao, 2023).
-#include "cpu/attention_tiles.h"
+#include "cpu/attention_mask.h"
 
 namespace mixprec::cpu {
 
@@ -97,14 +97,19 @@ struct Backward {
   }
 
   // One tile: five products, or four, or three.
-  void tile(const Part& part, int64_t row, int64_t key, const float* logsumexp) {
+  void tile(const Part& part, const Mask& mask, int64_t h, int64_t row, int64_t key,
+            const float* logsumexp) {
+    Sight sight = mask.sight(part.b, h, row, key);
+    if (sight == Sight::hidden) return;
     TileShape shape = size.tile(row, key);
+    shape.masked = sight == Sight::mixed;
     auto scores_of = [&](const uint32_t* a, const Columns& b, float scale, float* c) {
       kernel.product({shape.rows, shape.keys, b.words, a + row * ld.along, ld.along, false,
                       b.tile(key), kTileLd, c, kTileLd, nullptr, scale,
                       shape.causal ? Seen::columns : Seen::all, shape.shift});
     };
     scores_of(q, k, size.scale, scores);
+    if (shape.masked) mask.apply(kernel, shape, part.b, h, row, key, scores);
     scores_of(g, v, 1.0f, weight_grads);
     kernel.softmax_backward(shape, scores, weight_grads, logsumexp + row, shared + row, size.scale,
                             carried, weights_t, grads, grads_t);
@@ -165,7 +170,8 @@ std::vector<std::vector<Part>> parts_of(const Sizes& size) {
 // gradients of q, k and v
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor logsumexp,
-                                                      Tensor remainder, bool causal, double scale) {
+                                                      Tensor remainder, bool causal, double scale,
+                                                      MaybeTensor mask) {
   Sizes size = check(q, k, v, causal, scale, "attention_backward");
   STD_TORCH_CHECK(same_shape(g, q) && on_cpu(g) && is_float(dtype_of(g, "attention_backward")),
                   "attention_backward: g must have q's shape, fp32, bf16 or fp16");
@@ -178,6 +184,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
   STD_TORCH_CHECK(remainder.scalar_type() == ScalarType::BFloat16 && on_cpu(remainder) &&
                       (remainder.numel() == 0 || same_shape(remainder, q)),
                   "attention_backward: remainder must be bf16, of q's shape or without elements");
+  const Mask seen(mask, size, q.scalar_type(), "attention_backward");
   ScalarType grad_dtype = g.scalar_type();
   g = torch::stable::to(g, q.scalar_type());  // once: dp and sum(g * out) are of the same numbers
   g = dense_rows(g), q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
@@ -204,7 +211,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
             std::fill(here.carried, here.carried + kTileLd, 0.0f);
             int64_t first = causal ? std::max(key, part.rows.begin) : part.rows.begin;
             for (int64_t row = first; row < part.rows.end; row += kTileSide) {
-              here.tile(part, row, key, head_logsumexp);
+              here.tile(part, seen, h, row, key, head_logsumexp);
             }
           }
           if (part.for_queries) here.store(to_q, here.dq, part.b, h, part.rows);

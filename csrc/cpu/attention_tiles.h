@@ -36,6 +36,7 @@ struct Sizes {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t seen_keys() const { return causal ? std::min(keys, queries) : keys; }
+  int64_t keys_of(int64_t row) const { return causal ? std::min(keys, row + 1) : keys; }
   // Of the tile of queries from `row`, keys from `key`.
   TileShape tile(int64_t row, int64_t key) const {
     int64_t count = std::min(kTileSide, keys - key), shift = row - key;

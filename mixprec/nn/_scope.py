@@ -11,14 +11,12 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from .._context import context
 from .._modes import nor_below, not_compiled
 from .._originals import functional
-from ..functional._attention import fits, run_attention, run_masked
-from ..functional._derivatives import is_plain, is_plain_eager, may_run_as_one
+from ..functional._attention import fits, mask_fits, run_attention
+from ..functional._derivatives import is_plain, may_run_as_one
 from ..functional._one_pass import rotary
 from ..functional.operands import saved_tensors_hooks, share_casts
-from ..ops import masked_attention
 from ..ops._dispatch import autocast, checks
 from ..recipes import Recipe
 from ._content import content_of, undecorated
@@ -38,8 +36,7 @@ _SDPA = functional.scaled_dot_product_attention
 
 class AttentionMode(RegionAware):
     """Runs torch's scaled_dot_product_attention as `mixprec.functional.attention`, with operands
-    in the 16-bit dtype of the recipe, where there is no dropout and no mask, or a boolean one that
-    is exactly causal or hides nothing.
+    in the 16-bit dtype of the recipe, where there is no dropout, and no mask but on a CPU.
 
     Not where grad mode or hooks on saved tensors have changed since the mode began: a part of a
     forward pass that torch.utils.checkpoint runs again would not find the mode then.
@@ -91,9 +88,7 @@ def _run(
         if autocast.is_on(device):
             query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
             low = query.dtype
-        if mask is not None:
-            return run_masked(query, key, value, mask, scale, low)
-        return run_attention(query, key, value, is_causal, scale, low)
+        return run_attention(query, key, value, is_causal, scale, low, mask)
 
 
 @nor_below
@@ -105,8 +100,8 @@ def _surroundings() -> tuple[bool, object]:
 
 @nor_below
 def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-    """query, key, value, is_causal, scale and mask of a call that `functional.attention` computes,
-    in compiled code perhaps; None for any other, which is torch's, with its errors."""
+    """query, key, value, is_causal, scale and mask of a call that `functional.attention` computes;
+    None for any other, which is torch's, with its errors."""
     try:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
@@ -120,28 +115,11 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         return None
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return None
-    if mask is None:
-        return query, key, value, is_causal, scale, None
-    if is_causal or not _may_be_none(mask, query, key):
+    if mask is not None and not (
+        query.is_cpu and not is_causal and is_plain(mask) and mask_fits(mask, query, key)
+    ):
         return None
-    if torch.compiler.is_compiling():
-        # Where torch's kernel is the one that masked_attention runs for other masks.
-        same = query.shape[1] == key.shape[1] and all(x.stride(3) == 1 for x in (query, key, value))
-        return (query, key, value, False, scale, mask) if same else None
-    causal = masked_attention.replaces(mask.expand(*mask.shape[:-2], query.shape[2], key.shape[2]))
-    return None if causal is None else (query, key, value, causal, scale, None)
-
-
-@nor_below
-def _may_be_none(mask: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether attention may run without this mask, if its values allow it."""
-    if not (is_plain(mask) and mask.dtype == torch.bool and mask.is_cpu and query.is_cpu):
-        return False
-    if mask.dim() not in (2, 4) or not masked_attention.HAS_KERNEL or context.backend is not None:
-        return False
-    sizes = zip(mask.shape[::-1], (key.shape[2], *query.shape[2::-1]), strict=False)
-    fits_scores = all(size in (1, n) and n > 0 for size, n in sizes)
-    return fits_scores and (torch.compiler.is_compiling() or is_plain_eager(query, mask))
+    return query, key, value, is_causal, scale, mask
 
 
 def _read_as(x: torch.Tensor) -> torch.dtype:

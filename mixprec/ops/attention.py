@@ -19,13 +19,33 @@ def _by_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """q k^T * scale in FP32, -inf where a query does not see a key. [B, H, T, S]"""
+def _masked(
+    scores: torch.Tensor, mask: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores plus a float mask, and `hidden`, with the keys that the mask hides.
+
+    Numbers of a float mask down from -1e38 hide keys as -inf does, but for a row that sees nothing
+    else: beside them scores are nothing, and it sees these keys alike.
+    """
+    if mask.dtype == torch.bool:
+        return scores, hidden | ~mask
+    infinite = hidden | (mask == -torch.inf)
+    hidden = hidden | (mask <= -1e38)
+    lowest = hidden.all(-1, keepdim=True)
+    scores = (scores + mask.float()).masked_fill(lowest, 0.0)
+    return scores, torch.where(lowest, infinite, hidden)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q k^T * scale in FP32, masked, -inf where a query does not see a key, [B, H, T, S]; and where
+    it does not."""
     scores = q.float() @ _by_query_head(k, q).transpose(-1, -2) * scale
-    if not causal:
-        return scores
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(hidden, -torch.inf)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1) & causal
+    if mask is not None:
+        scores, hidden = _masked(scores, mask, hidden)
+    return scores.masked_fill(hidden, -torch.inf), hidden
 
 
 def empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -39,11 +59,18 @@ def rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
 ) -> Three:
-    scores = _scores(q, k, causal, scale)
+    scores, hidden = _scores(q, k, causal, scale, mask)
     logsumexp = scores.logsumexp(-1)
     logsumexp = logsumexp.masked_fill(logsumexp == torch.inf, torch.nan)  # as in softmax
+    if mask is not None and mask.numel() > 0:  # weights of 0 where all is hidden
+        logsumexp = logsumexp.masked_fill(hidden.all(-1), 0.0)
     weights = (scores - logsumexp[..., None]).exp()
     wide = rows_first(weights @ _by_query_head(v, q), torch.float32)
     if q.dtype == torch.float32:
@@ -53,11 +80,11 @@ def attention_reference(
 
 
 def attention_backward_reference(args: Any) -> Three:
-    g, q, k, v, out, logsumexp, remainder, causal, scale = args
+    g, q, k, v, out, logsumexp, remainder, causal, scale, mask = args
     heads = k.shape[1], q.shape[1] // k.shape[1]
     rounded = g.to(q.dtype)  # once: grad_weights and shared are of the same numbers
     wide_g = rounded.float()
-    weights = (_scores(q, k, causal, scale) - logsumexp[..., None]).exp()
+    weights = (_scores(q, k, causal, scale, mask)[0] - logsumexp[..., None]).exp()
     # In FP64, where sums of 16-bit numbers do not depend on their order: the two are equal for a
     # query that sees one key.
     grad_weights = rounded.double() @ _by_query_head(v, q).double().transpose(-1, -2)
@@ -73,7 +100,9 @@ def attention_backward_reference(args: Any) -> Three:
     return rows_first(dq, g.dtype), rows_first(dk, g.dtype), rows_first(dv, g.dtype)
 
 
-def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_operands(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.is_tensor(op, name, x)
         if x.dim() != 4:
@@ -91,11 +120,18 @@ def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         raise ValueError(f"{op}: q must be [B, H, T, D] with D > 0, got shape {tuple(q.shape)}")
     checks.has_shape(op, "k", k, (b, *k.shape[1:3], d), "[B, H_kv, S, D]")
     checks.has_shape(op, "v", v, k.shape, "[B, H_kv, S, D]")
+    if mask is None:
+        return
+    sizes: tuple[int, ...] = (b, h, q.shape[2], k.shape[2])
+    if mask.dim() == 4:  # one of all batches or heads
+        sizes = (*(1 if mask.shape[i] == 1 else n for i, n in enumerate(sizes[:2])), *sizes[2:])
+    allowed = (torch.bool, torch.float32, q.dtype)
+    checks.matches(op, "mask", mask, allowed, q, sizes, "[B or 1, H or 1, T, S]", "q")
 
 
 def _check_backward(args: Any) -> None:
     op, q = "attention_backward", args.q
-    _check_operands(op, q, args.k, args.v)
+    _check_operands(op, q, args.k, args.v, args.mask)
     checks.is_like(op, "g", args.g, q, checks.FLOATS, "q")
     checks.is_like(op, "out", args.out, q, (q.dtype,), "q")
     fp32, rows = (torch.float32,), q.shape[:3]
@@ -119,7 +155,7 @@ def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 attention_op = Op(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> "
+    "(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? mask=None) -> "
     "(Tensor out, Tensor logsumexp, Tensor remainder)",
     reference=attention_reference,
     fake=_fake,
@@ -129,7 +165,7 @@ attention_op = Op(
 attention_backward_op = Op(
     "attention_backward",
     "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor remainder, "
-    "bool causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool causal, float scale, Tensor? mask=None) -> (Tensor dq, Tensor dk, Tensor dv)",
     reference=attention_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
@@ -137,24 +173,30 @@ attention_backward_op = Op(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
 ) -> Three:
     """Return (out, logsumexp, remainder): softmax(q k^T * scale) v, the logsumexp of each row of
-    scores, and what rounding has cut off out.
+    scores, 0 of a row that a mask hides, and what rounding has cut off out.
 
     q: [B, H, T, D]; k, v: [B, H_kv, S, D], of one dtype, fp32, bf16 or fp16; any strides, H a
-    multiple of H_kv. out: q's shape and dtype, in memory as [B, T, H, D]; logsumexp: fp32
-    [B, H, T]; remainder: bf16, of q's shape, in memory as out; of fp32 without elements, [0].
+    multiple of H_kv. mask: [B or 1, H or 1, T, S], bool, fp32 or of q's dtype. out: q's shape and
+    dtype, in memory as [B, T, H, D]; logsumexp: fp32 [B, H, T]; remainder: bf16, of q's shape, in
+    memory as out; of fp32 without elements, [0].
     mixprec.functional.attention says more, and has a derivative. Inside torch.autocast q, k and v
     are first cast to its dtype. TypeError or ValueError names an invalid argument.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.is_tensor("attention", name, x)
-    checks.needs_no_grad("attention", "use mixprec.functional.attention", q, k, v)
+    checks.needs_no_grad("attention", "use mixprec.functional.attention", q, k, v, mask)
     device = q.device.type
     if autocast.is_on(device):
         q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
-    return attention_op(q, k, v, causal, scale)
+    return attention_op(q, k, v, causal, scale, mask)
 
 
 def attention_backward(
@@ -167,6 +209,7 @@ def attention_backward(
     remainder: torch.Tensor,
     causal: bool,
     scale: float,
+    mask: torch.Tensor | None = None,
 ) -> Three:
     """Return (dq, dk, dv), the gradients of q, k and v where g is that of out.
 
@@ -176,7 +219,7 @@ def attention_backward(
     argument.
     """
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)
-    return attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale)
+    return attention_backward_op(g, q, k, v, out, logsumexp, remainder, causal, scale, mask)
 
 
 def rotary_reference(args: Any) -> torch.Tensor:

@@ -46,6 +46,28 @@ def test_as_torch(backend: str, dtype: torch.dtype, causal: bool, heads: int) ->
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+@for_each("dtype, causal, is_bool", pairwise(WIDE, (False, True), (False, True)))
+def test_masks_as_torch(backend: str, dtype: torch.dtype, causal: bool, is_bool: bool) -> None:
+    """Of each number of dimensions; also what is torch's, as in FP64 or for the mask's gradient."""
+    args = operands(dtype, 2)
+    wide = tuple(x.detach().double().requires_grad_() for x in args)
+    sees = torch.ones(9, 9, dtype=torch.bool).tril() if causal else torch.ones(1, 1).bool()
+    for shape in ((9, 9), (4, 9, 9), (2, 1, 9, 9), (2, 4, 1, 9)):
+        values = normal(shape, torch.float32, 5)
+        mask = values > -0.5 if is_bool else values.masked_fill(values < -1, -torch.inf)
+        mask[..., 0] = True if is_bool else 0.0
+        both = mask & sees if is_bool else mask.double().masked_fill(~sees, -torch.inf)
+        want = with_grads(scaled_dot_product_attention, wide, attn_mask=both, enable_gqa=True)
+        given = mask if is_bool else mask.clone().requires_grad_()
+        for got in (
+            with_grads(attention, args, mask=mask, causal=causal),
+            with_grads(attention, wide, mask=mask if is_bool else mask.double(), causal=causal),
+            with_grads(attention, args, mask=given, causal=causal),
+        ):
+            for y, exact in zip(got, want, strict=True):
+                assert (y.double() - exact).abs().max() <= UNIT[dtype] * (1 + exact.abs().max())
+
+
 def test_what_the_kernel_does_not_take_is_torchs() -> None:
     q, k, v = operands(torch.float64)
     want = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -46,10 +46,13 @@ class Expected:
     An FP32 sum of n products is off by 2 n units of roundoff u of the sum of their magnitudes
     (mixprec.testing). An error e of the scores of a row changes its weights by 2 e of themselves;
     where bf16 operands are multiplied by bf16 instructions, weights and the gradients of scores are
-    rounded to bf16; for dv with what rounding has cut off the query before.
+    rounded to bf16; for dv with what rounding has cut off the query before. The logsumexp of a row
+    that sees no key is 0.
     """
 
-    def __init__(self, x: Inputs, causal: bool, scale: float) -> None:
+    def __init__(
+        self, x: Inputs, causal: bool, scale: float, mask: torch.Tensor | None = None
+    ) -> None:
         dtype, u, (t, d), s = x.q.dtype, FP32_ROUNDOFF, x.q.shape[2:], x.k.shape[2]
         group = x.q.shape[1] // x.k.shape[1]
         low = dtype == torch.bfloat16 and C is not None and C.isa() == "avx512_bf16"
@@ -65,13 +68,19 @@ class Expected:
         g = x.g.to(dtype).double()
         scores = q @ each(k).mT * scale
         seen = torch.ones(t, s, dtype=torch.bool).tril() if causal else torch.ones(t, s).bool()
-        scores = scores.masked_fill(~seen, -torch.inf)
-        self.logsumexp = scores.logsumexp(-1).detach()
-        weights = scores.softmax(-1)
+        added = torch.zeros(1)
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            seen = seen & (mask if is_bool else mask > -torch.inf)
+            added = added if is_bool else mask.masked_fill(~seen, 0.0).double()
+        sees = seen.any(-1, keepdim=True)
+        scores = (scores + added).masked_fill(~seen & sees, -torch.inf)
+        self.logsumexp = torch.where(sees[..., 0], scores.logsumexp(-1), 0.0).detach()
+        weights = scores.softmax(-1) * sees
         out = weights @ each(v)
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), g)
         p, aq, ak, av, ag = (y.detach().abs() for y in (weights, q, each(k), each(v), g))
-        magnitude = (aq @ ak.mT * abs(scale)).masked_fill(~seen, 0.0)
+        magnitude = (aq @ ak.mT * abs(scale) + added.abs()).masked_fill(~seen, 0.0)
         worst = ((2 * d + 6) * u * magnitude).amax(-1, keepdim=True)
         # Of the weights; those that are subnormal may be 0.
         of_p = ((2 * worst + (2 * s + 8) * u + coarse) * p + 2.0**-125) * seen
@@ -88,7 +97,8 @@ class Expected:
         of_dk = by_group(of_ds.mT @ aq + 2 * t * group * u * (ds.mT @ aq))
         carried, rest = torch.zeros_like(p), torch.zeros_like(p[:, :, 0])
         for i in range(t):
-            carried[:, :, i], rest = rest, coarse * (p[:, :, i] + rest)
+            carried[:, :, i] = rest * seen[..., i, :]
+            rest = torch.where(seen[..., i, :], coarse * (p[:, :, i] + rest), rest)
         of_dv = by_group((of_p + carried).mT @ ag + 2 * t * group * u * (p.mT @ ag))
         self.of_logsumexp = worst[..., 0] + (2 * s + 8) * u * (1 + self.logsumexp.abs())
         self.results = [y.detach() for y in (out, dq, dk, dv)]
@@ -96,14 +106,17 @@ class Expected:
         self.bounds = [of_out.detach(), *((b + rounding(y, x.g.dtype)).detach() for y, b in bounds)]
 
 
-def run(x: Inputs, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+def run(
+    x: Inputs, causal: bool, scale: float, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """out, dq, dk, dv, logsumexp"""
-    results = attention_op(*x[:3], causal, scale)
-    return results[0], *attention_backward_op(x.g, *x[:3], *results, causal, scale), results[1]
+    results = attention_op(*x[:3], causal, scale, mask)
+    grads = attention_backward_op(x.g, *x[:3], *results, causal, scale, mask)
+    return results[0], *grads, results[1]
 
 
-def check(x: Inputs, causal: bool, scale: float) -> None:
-    got, want = run(x, causal, scale), Expected(x, causal, scale)
+def check(x: Inputs, causal: bool, scale: float, mask: torch.Tensor | None = None) -> None:
+    got, want = run(x, causal, scale, mask), Expected(x, causal, scale, mask)
     dtypes = x.q.dtype, *[x.g.dtype] * 3
     for y, exact, bound, dtype in zip(got, want.results, want.bounds, dtypes, strict=False):
         assert y.dtype == dtype

@@ -62,8 +62,6 @@ SIDEWAYS = {
     "block_operands.is_block",
     "gemm_grouped": "gemm.plain_operand",
     "linear_pass": "gemm.gemm_op gemm.gemm_accumulate_op quantize.quantize_op",
-    "masked_attention": "attention.Three attention.attention_op attention.attention_backward_op "
-    "attention.empty_rows_first attention.rows_first",
     "grad_stats": "unscale.check_grads unscale.count_reference",
 }
 

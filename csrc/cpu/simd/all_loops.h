@@ -30,7 +30,8 @@ inline void store_numbers(uint32_t* words, const Vec* x, int count) {
 #include "product_loops.h"
 
 constexpr AttentionKernel attention_kernel{
-    kPair, pack, pack_by_rows, transpose, product, softmax, softmax_backward, row_dots, store_rows,
+    kPair,       pack,    pack_by_rows,     transpose, product,
+    mask_scores, softmax, softmax_backward, row_dots,  store_rows,
 };
 }  // namespace f32_words
 

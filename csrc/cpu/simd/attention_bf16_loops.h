@@ -30,13 +30,16 @@ struct BackwardRow {
 
 // Rounds `weights` of a query, with what was carried from the queries before it, to BF16, and
 // carries what that cuts off. The sums over queries, which are those of dv, keep the sums of the
-// weights.
-inline Vec rounded_weights(Vec weights, float* carried) {
+// weights. A query from which a mask hides the key has a weight of 0, and leaves what was carried
+// to the next.
+template <bool masked>
+inline Vec rounded_weights(Vec weights, Ints hidden, float* carried) {
   const Vec x = weights + load(carried);
   // (2^16 + 1) x, rounded to 24 bits, less 2^16 x: x rounded to 8 bits. Of a subnormal x that
   // leaves more bits, which the mask cuts off.
   const Vec nearest = fma(x, broadcast(-65536.0f), x * broadcast(65537.0f));
-  const Vec rounded = (Vec)((Uints16)nearest & 0xFFFF0000u);
+  Vec rounded = (Vec)((Uints16)nearest & 0xFFFF0000u);
+  if constexpr (masked) rounded = hidden ? Vec{} : rounded;
   store(carried, x - rounded);
   return rounded;
 }
@@ -47,9 +50,11 @@ inline void store_bf16_pairs(uint32_t* out, Vec low, Vec high) {
 }
 
 // Two rows at a time, 32 columns of each.
-void softmax_backward_bf16(const TileShape& tile, float* scores, float* weight_grads,
-                           const float* logsumexp, const float* shared, float scale, float* carried,
-                           uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t) {
+template <bool masked>
+void softmax_backward_bf16_of(const TileShape& tile, float* scores, float* weight_grads,
+                              const float* logsumexp, const float* shared, float scale,
+                              float* carried, uint32_t* weights_t, uint32_t* grads,
+                              uint32_t* grads_t) {
   auto row_at = [&](int64_t r) -> BackwardRow {
     bool exists = r < tile.rows;
     return {scores + r * kTileLd,
@@ -66,14 +71,20 @@ void softmax_backward_bf16(const TileShape& tile, float* scores, float* weight_g
     int64_t end = ((low.seen > high.seen ? low.seen : high.seen) + 31) / 32 * 32;
     for (int64_t i = 0; i < end; i += 32) {
       Vec w[4] = {low.exponent(i), low.exponent(i + 16), high.exponent(i), high.exponent(i + 16)};
+      Ints hidden[4] = {};
+      if constexpr (masked) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) hidden[j] = w[j] == broadcast(-__builtin_inff());
+      }
       exponentials(w);
       const Vec g[4] = {low.grads(i, w[0]), low.grads(i + 16, w[1]), high.grads(i, w[2]),
                         high.grads(i + 16, w[3])};
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
         float* key_carried = carried + i + j * 16;
-        const Vec first = rounded_weights(w[j], key_carried);
-        store_bf16_pairs(weight_pairs + i + j * 16, first, rounded_weights(w[j + 2], key_carried));
+        const Vec first = rounded_weights<masked>(w[j], hidden[j], key_carried);
+        store_bf16_pairs(weight_pairs + i + j * 16, first,
+                         rounded_weights<masked>(w[j + 2], hidden[j + 2], key_carried));
         store_pairs(grad_pairs + i + j * 16, g[j], g[j + 2]);
       }
       store_words(low_grads + i / 2, in_bf16(g[0], g[1]));
@@ -86,7 +97,14 @@ void softmax_backward_bf16(const TileShape& tile, float* scores, float* weight_g
   }
 }
 
+void softmax_backward_bf16(const TileShape& tile, float* scores, float* weight_grads,
+                           const float* logsumexp, const float* shared, float scale, float* carried,
+                           uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t) {
+  const auto run = tile.masked ? softmax_backward_bf16_of<true> : softmax_backward_bf16_of<false>;
+  run(tile, scores, weight_grads, logsumexp, shared, scale, carried, weights_t, grads, grads_t);
+}
+
 constexpr AttentionKernel attention_kernel{
-    kPair,    pack,       pack_by_rows, transpose, product, softmax, softmax_backward_bf16,
-    row_dots, store_rows,
+    kPair,       pack,    pack_by_rows,          transpose, product,
+    mask_scores, softmax, softmax_backward_bf16, row_dots,  store_rows,
 };

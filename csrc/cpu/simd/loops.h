@@ -141,11 +141,13 @@ constexpr int64_t kTileSide =
 constexpr int64_t kTileLd = 112;
 constexpr int64_t odd_lines(int64_t words) { return (words + 15) / 16 * 16 | 16; }
 
-// Where the tile crosses the diagonal, row i sees column j only if j <= i + shift.
+// Where the tile crosses the diagonal, row i sees column j only if j <= i + shift. masked: scores
+// that a mask hides are -inf.
 struct TileShape {
   int64_t rows, keys;
   bool causal;
   int64_t shift;
+  bool masked = false;
 
   int64_t seen(int64_t row) const {
     int64_t all = row + shift + 1;
@@ -188,6 +190,11 @@ struct AttentionKernel {
   // out[word][kTileLd] <- in[row][ld] of kTileSide rows.
   void (*transpose)(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out);
   void (*product)(const TileProduct&);
+  // scores[row][kTileLd] <- -inf where `mask`, of rows `stride` elements apart, is 0 (u8); else, of
+  // fp32, bf16 and fp16, -inf where it is at most `least`, and score + mask. Where lowest[row], if
+  // not null, is set: 0, and -inf where the mask is.
+  void (*mask_scores)(Dtype, const void* mask, int64_t stride, float least, const uint8_t* lowest,
+                      const TileShape&, float* scores);
   // Scores [kTileSide][kTileLd] to weights, in words along the rows: in place for pair = 1. Updates
   // the maximum and the sum of each row; factor: of what was summed with the old maximum.
   void (*softmax)(const TileShape&, float* scores, float* maximum, float* sum, float* factor,

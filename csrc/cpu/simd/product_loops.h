@@ -95,6 +95,31 @@ void product_of(const TileProduct& p) {
 
 void product(const TileProduct& p) { p.transposed ? product_of<true>(p) : product_of<false>(p); }
 
+void mask_scores(Dtype dtype, const void* mask, int64_t stride, float least, const uint8_t* lowest,
+                 const TileShape& tile, float* scores) {
+  constexpr float hidden = -__builtin_inff();
+  auto row_of = [&]<class T>(Type<T>, int64_t r, const auto& masked) {
+    const T* __restrict x = static_cast<const T*>(mask) + r * stride;
+    float* __restrict row = scores + r * kTileLd;
+    for (int64_t i = 0; i < tile.keys; ++i) row[i] = masked(row[i], x[i]);
+  };
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    if (dtype == Dtype::u8) {
+      row_of(Type<uint8_t>{}, r, [](float score, uint8_t sees) { return sees ? score : hidden; });
+      continue;
+    }
+    with_float(dtype, [&]<class T>(Type<T> type) {
+      if (lowest != nullptr && lowest[r]) {
+        return row_of(type, r, [](float, T x) { return decode(x) == hidden ? hidden : 0.0f; });
+      }
+      row_of(type, r, [least](float score, T x) {
+        const float added = score + decode(x);
+        return decode(x) <= least ? hidden : added;
+      });
+    });
+  }
+}
+
 template <class T>
 inline uint32_t word_of(T low, T high) {
   if constexpr (kPair == 1) {

@@ -158,8 +158,13 @@ def _unpack(c: _InFp32) -> Results:
     return [None if flat is None else flat.view(c.result.shape).clone()]
 
 
+def _mask(c: _InFp32) -> torch.Tensor | None:
+    mask: torch.Tensor | None = c["mask"]
+    return mask if mask is None or mask.dtype == torch.bool else c.mask
+
+
 def _attention(c: _InFp32) -> Results:
-    out, logsumexp, _ = attention_op(c.q, c.k, c.v, c["causal"], c["scale"])
+    out, logsumexp, _ = attention_op(c.q, c.k, c.v, c["causal"], c["scale"], _mask(c))
     return [out, logsumexp, None]
 
 
@@ -167,7 +172,7 @@ def _attention_backward(c: _InFp32) -> Results:
     """In FP32 rounding cuts nothing off the result."""
     none = c["remainder"].new_empty(0)
     floats = (c.g, c.q, c.k, c.v, c.out, c.logsumexp)
-    return list(attention_backward_op(*floats, none, c["causal"], c["scale"]))
+    return list(attention_backward_op(*floats, none, c["causal"], c["scale"], _mask(c)))
 
 
 def _native_dropout(c: _InFp32) -> Results:

@@ -110,7 +110,7 @@ class Op:
         if wanted == ("args",):
             return lambda *args: function(self.Args(*args))
         takes = [take(name) for name in wanted]
-        return lambda *args: function(*[take(args) for take in takes])
+        return lambda *args: function(*[take(self.Args(*args)) for take in takes])
 
     def check(self, *args: Any) -> None:
         """Raise ValueError or TypeError for invalid arguments."""
