@@ -61,31 +61,31 @@ class Mask {
   const char* at(int64_t b, int64_t h, int64_t row, int64_t key) const {
     return data_ + (b * batch_ + h * head_ + row * row_ + key) * element_size(dtype_);
   }
-  float number(const char* x) const {
-    return with_float(
-        dtype_, [&]<class T>(Type<T>) -> float { return decode(*reinterpret_cast<const T*>(x)); });
-  }
   // Values that are not all the same are mixed, and so are numbers that neither hide nor are 0.
   Sight of_keys(const char* x, int64_t keys) const {
     int64_t bytes = element_size(dtype_);
     if (std::memcmp(x, x + bytes, (keys - 1) * bytes) != 0) return Sight::mixed;
     if (dtype_ == Dtype::u8) return *x == 0 ? Sight::hidden : Sight::visible;
-    float value = number(x);
-    return value == 0.0f ? Sight::visible : value <= kLowest ? Sight::hidden : Sight::mixed;
+    return with_float(dtype_, [&]<class T>(Type<T>) {
+      float value = decode(*reinterpret_cast<const T*>(x));
+      return value == 0.0f ? Sight::visible : value <= kLowest ? Sight::hidden : Sight::mixed;
+    });
   }
   void find_lowest() {
     lowest_.resize(batches_ * heads_ * size_.queries);
     for_each(static_cast<int64_t>(lowest_.size()), size_.keys, [&](int64_t i) {
-      int64_t head = i / size_.queries, row = i % size_.queries;
-      const char* x = at(head / heads_, head % heads_, row, 0);
-      for (int64_t key = size_.keys_of(row); key > 0; --key, x += element_size(dtype_)) {
-        float value = number(x);
-        if (!(value <= kLowest)) {
-          lowest_[i] = 0;
-          return;
+      int64_t head = i / size_.queries, row = i % size_.queries, keys = size_.keys_of(row);
+      const char* numbers = at(head / heads_, head % heads_, row, 0);
+      lowest_[i] = with_float(dtype_, [&]<class T>(Type<T>) {
+        const T* x = reinterpret_cast<const T*>(numbers);
+        bool any = false;
+        for (int64_t key = 0; key < keys; ++key) {
+          float value = decode(x[key]);
+          if (!(value <= kLowest)) return false;
+          any = any || value > -kInfinity;
         }
-        if (value > -kInfinity) lowest_[i] = 1;
-      }
+        return any;
+      });
     });
   }
   void look_at_tiles() {

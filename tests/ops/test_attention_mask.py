@@ -114,6 +114,17 @@ def test_rows_of_the_most_negative_numbers_have_the_mean(
             assert_close(y, exact.double(), unit * (1 + exact.abs().max()).item())
 
 
+def test_what_rounding_cuts_off_a_weight_goes_to_a_query_that_sees_the_key(backend: str) -> None:
+    """The sums of a key's weights, 1/3, are kept where every fourth query does not see it."""
+    q, k = torch.zeros(1, 1, 200, 8).bfloat16(), torch.ones(1, 1, 4, 8).bfloat16()
+    sees = (torch.arange(200)[:, None] % 4 != torch.arange(4))[None, None]
+    results = attention_op(q, k, k, False, 1.0, sees)
+    g = sees[..., :1].expand(q.shape).float()  # only of those that see the first key
+    dv = attention_backward_op(g, q, k, k, *results, False, 1.0, sees)[2]
+    weights = sees / sees.sum(-1, keepdim=True)
+    assert abs(dv[0, 0, 0, 0] - weights[..., 0].sum()) < 2.0**-9 + 1e-4
+
+
 def test_only_masks_that_fit_are_taken(backend: str) -> None:
     x = inputs((2, 2, 1, 5, 7, 8), torch.bfloat16)
     for shape in ((2, 2, 5, 6), (3, 1, 5, 7), (5, 7), (1, 1, 1, 7)):
