@@ -93,22 +93,22 @@ for _name, _dtype in DTYPES.items():
 
 
 def _masks() -> dict[str, tuple[torch.Tensor, float]]:
-    """Of 1024 queries and keys, and how many times torch's speed is the target. Every sequence has
-    768 tokens, or there are four of 256 in one."""
+    """Of 1024 queries and keys, and how many times torch's speed is the target. Sequences have 768
+    tokens, or there are four of 256 in one."""
     at = torch.arange(1024)
     causal, unpadded = at[:, None] >= at, (at < 768).expand(BATCH, 1, 1, -1)
     return {
-        "causal and padding": (causal & unpadded, 4.5),
+        "causal-padding": (causal & unpadded, 4.5),
         "padding": (unpadded, 3.0),
-        "a causal window of 256": (causal & (at[:, None] - at < 256), 7.0),
-        "four packed sequences": (causal & (at[:, None] // 256 == at // 256), 8.0),
+        "causal-window-256": (causal & (at[:, None] - at < 256), 7.0),
+        "causal-packed-4": (causal & (at[:, None] // 256 == at // 256), 8.0),
     }
 
 
 for _what, (_mask, _target) in _masks().items():
     case(
-        f"attention/bf16/1024, {_what}",
-        f"forward and backward, bf16 [{BATCH}, {HEADS}, 1024, {WIDTH}], a boolean mask: {_what}",
+        f"attention/bf16/1024/{_what}",
+        f"forward and backward, bf16 [{BATCH}, {HEADS}, 1024, {WIDTH}], mask {_what}",
         times_faster(_target),
         partial(_workload, 1024, torch.bfloat16, _mask),
     )

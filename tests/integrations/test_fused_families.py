@@ -271,7 +271,7 @@ def test_norms_keep_the_dtype_of_their_result(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_padding_packed_sequences_and_dropout_are_torchs() -> None:
+def test_padding_and_packed_sequences() -> None:
     """Attention with a mask, and every mask that transformers makes."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
