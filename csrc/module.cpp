@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/products.h"
 #include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
@@ -65,6 +66,24 @@ const Loops& select() {
                            " is not a level of this processor; it has: " + names);
 }
 
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile");
+#else
+  return false;
+#endif
+}
+
+// A level that is asked for is one of our kernels.
+bool select_products() {
+  const char* variable = std::getenv("MIXPREC_PRODUCTS");
+  const std::string wanted = variable == nullptr ? "" : variable;
+  if (wanted.empty()) return has_amx() && std::getenv("MIXPREC_ISA") == nullptr;
+  if (wanted == "torch" || wanted == "mixprec") return wanted == "torch";
+  throw std::runtime_error("MIXPREC_PRODUCTS must be torch or mixprec, got " + wanted);
+}
+
 std::map<std::string, std::string> build_info() {
   return {{"compiler", __VERSION__},
           {"torch", MIXPREC_BUILT_WITH_TORCH},
@@ -79,13 +98,21 @@ const Loops& loops() {
   return chosen;
 }
 
+bool products_are_torchs() {
+  static const bool chosen = select_products();
+  return chosen;
+}
+
 PYBIND11_MODULE(_C, m) {
   loops();  // an unusable MIXPREC_ISA is an ImportError, not a crash in a thread
+  products_are_torchs();
   m.doc() =
       "The compiled half of mixprec: CPU kernels (registered as torch ops) and build information.";
   m.def(
       "isa", [] { return std::string(loops().isa); },
       "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
+  m.def("products_are_torchs", &products_are_torchs,
+        "Whether bf16 products of layers are torch's (MIXPREC_PRODUCTS overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");
   m.def("build_info", &build_info, "The compiler and the torch that this library was built with.");
 }

@@ -97,6 +97,8 @@ def build() -> dict[str, Any]:
         "isa": extension.isa(),
         "isa_available": list(extension.isa_available()),
         "isa_forced": os.environ.get("MIXPREC_ISA") or None,
+        "products": "torch" if extension.products_are_torchs() else "mixprec",
+        "products_forced": os.environ.get("MIXPREC_PRODUCTS") or None,
     }
 
 
@@ -169,10 +171,16 @@ def describe(facts: dict[str, Any]) -> str:
     if extension["loaded"]:
         forced, available = extension["isa_forced"], ", ".join(extension["isa_available"])
         why = f"forced by MIXPREC_ISA={forced}" if forced else "the best one supported here"
+        products = f"{extension['products']}'s"
+        if extension["products"] == "torch":
+            products += " where operands and result are bf16 and M * N * K is 2^22 or more"
+        if extension["products_forced"]:
+            products += f" (forced by MIXPREC_PRODUCTS={extension['products_forced']})"
         kernels = {
             "loaded": extension["file"],
             "built with": f"compiler {extension['compiler']}, torch {extension['torch']}",
             "level in use": f"{extension['isa']} ({why}; available: {available})",
+            "products": products,
             "for CUDA": extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}",
         }
     machine = {

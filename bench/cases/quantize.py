@@ -10,7 +10,7 @@ import torch
 import mixprec
 
 from .. import device, verify
-from .registry import GPU_DTYPES, Workload, case, times_faster
+from .registry import GPU_DTYPES, Workload, case, times_faster, with_fresh_results
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -67,6 +67,7 @@ def _workload(
     granularity: str,
     given: bool,
     transpose: bool,
+    fresh: bool = False,
 ) -> Workload:
     m, k = device.sized(*shape, tiny=2 * BLOCK) if on_gpu else shape
     where = device.where(on_gpu)
@@ -78,9 +79,12 @@ def _workload(
     def ours(x: torch.Tensor) -> mixprec.Quantized:
         return mixprec.quantize(x, mixprec.E4M3, scale, transpose, granularity)
 
+    baselines = device.eager_and_compiled(partial(in_torch, granularity, scale, transpose), on_gpu)
+    if fresh:
+        baselines = {name: with_fresh_results(run) for name, run in baselines.items()}
     return Workload(
-        ours,
-        device.eager_and_compiled(partial(in_torch, granularity, scale, transpose), on_gpu),
+        with_fresh_results(ours) if fresh else ours,
+        baselines,
         # data, scale_inv, amax, data_t, scale_inv_t
         partial(verify.same_as_reference, lambda: ours(inputs(0))[:5]),
         inputs,
@@ -103,6 +107,15 @@ for _name, _granularity, _given, _times in _ON_CPU:
         partial(_workload, False, CPU_SHAPE, torch.float32, _granularity, _given, True),
         quick=_given,
     )
+    if _granularity == "tensor":
+        case(
+            f"quantize/{_name}/fresh-results",
+            f"the same as quantize/{_name}, with results in memory that was not in use before",
+            times_faster(_times),
+            partial(
+                _workload, False, CPU_SHAPE, torch.float32, _granularity, _given, True, fresh=True
+            ),
+        )
 
 _ON_GPU: list[tuple[str, tuple[int, int], str, bool, bool]] = [
     # dtype, shape, granularity, scale given, transpose

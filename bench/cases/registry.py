@@ -5,6 +5,7 @@ Cases of a GPU are named "cuda/op/situation".
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +50,27 @@ def both_passes(
     """The result of `forward`, and the gradients of `leaves` from that of the result."""
     y = forward()
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+
+_MMAP_THRESHOLD = -3  # of mallopt; each block that is larger gets pages of its own
+_KEPT, _FRESH = 32 << 20, 1 << 20  # bytes; the first is the most that glibc allows
+
+
+def with_fresh_results(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose large results and intermediates are pages that the system has yet to provide, as
+    the first ones of a program are, and those for which malloc keeps no memory."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        raise NotMeasured("this C library has no mallopt")
+
+    def fresh(*args: Any) -> Any:
+        mallopt(_MMAP_THRESHOLD, _FRESH)
+        try:
+            return run(*args)
+        finally:
+            mallopt(_MMAP_THRESHOLD, _KEPT)
+
+    return fresh
 
 
 @dataclass(frozen=True)

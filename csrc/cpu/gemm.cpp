@@ -2,12 +2,16 @@
 // gemm_simulated, with the products and sums of a GPU's tensor cores.
 #include "cpu/gemm.h"
 
+#include <array>
+
 #include "cpu/gemm_multiply.h"
 #include "math/tensor_core.h"
 
 namespace mixprec::cpu {
 
 namespace {
+
+constexpr int64_t kTorchsSize = int64_t{1} << 22;  // M * N * K
 
 void check_operands(const Tensor& a, const Tensor& b, const char* op) {
   STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), op,
@@ -62,11 +66,34 @@ void add_product(const Tensor& acc, const Side& a, const Side& b, int64_t k) {
   multiply(kernel_for(a.matrix.dtype), {a.matrix, b.matrix, k, std::move(scales), result});
 }
 
+MaybeTensor torchs_product(const Tensor& a, const Tensor& b, const MaybeTensor& bias,
+                           ScalarType out_type) {
+  if (!products_are_torchs() || out_type != ScalarType::BFloat16) return {};
+  int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  bool fits = a.scalar_type() == out_type && b.scalar_type() == out_type &&
+              (!bias || (bias->scalar_type() == out_type && bias->dim() == 1 && bias->numel() == n));
+  // Below, the time is that of a call, and of tiles of 16 x 32 elements that are not full.
+  if (!fits || std::min({m, n, k}) < 32 || m * n * k < kTorchsSize) return {};
+  int64_t shape[] = {m, n};
+  Tensor out = empty({shape, 2}, out_type);
+  // The variant with out=, which torch.autocast leaves alone.
+  std::array<StableIValue, 4> stack = {
+      torch::stable::detail::from(a),
+      torch::stable::detail::from(torch::stable::transpose(b, 0, 1)),
+      torch::stable::detail::from(bias), torch::stable::detail::from(out)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
   check_operands(a, b, "gemm");
+  if (!a_scale_inv && !b_scale_inv) {
+    if (MaybeTensor y = torchs_product(a, b, bias, out_type)) return *y;
+  }
   auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, "gemm");
   int64_t shape[] = {a.size(0), b.size(1)};
   return product(of_a, of_b, a.size(1), {shape, 2}, out_type, bias, "gemm");

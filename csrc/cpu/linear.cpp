@@ -32,6 +32,8 @@ const Tensor& whole(const Tensor& t) {
   return t;
 }
 
+Tensor transposed(const Tensor& t) { return torch::stable::transpose(t, 0, 1); }
+
 // How many elements a row of codes has, with the one that fills up an odd number of half bytes.
 int64_t columns_of(const Read& r) {
   const Tensor& codes = *r.stored.data;
@@ -119,6 +121,12 @@ struct CpuLayer {
       return grouped_product(s.a, s.b, groups_of_product(s, a.how), type, kOp);
     }
     Sides s(a, b);
+    if (!s.stored_a.scale_inv && !s.stored_b.scale_inv) {
+      const Tensor &x = *s.stored_a.data, &w = *s.stored_b.data;
+      MaybeTensor y = torchs_product(a.transposed ? transposed(x) : x,
+                                     b.transposed ? w : transposed(w), bias, type);
+      if (y) return *y;
+    }
     return product(s.a, s.b, s.k, {s.a.matrix.rows, s.b.matrix.rows}, type, bias, kOp);
   }
   void accumulate(const Tensor& acc, const Read& a, const Read& b) const {

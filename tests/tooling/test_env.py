@@ -25,7 +25,7 @@ from mixprec.recipes import RECIPES, Recipe
 
 def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mixprec.env", "--json"]
-    base = {**os.environ, "MIXPREC_ISA": "base"}
+    base = {**os.environ, "MIXPREC_ISA": "base", "MIXPREC_PRODUCTS": "torch"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=base)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -36,6 +36,7 @@ def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None
     extension = report["extension"]
     assert (extension["isa"], extension["isa_forced"]) == ("base", "base")
     assert "base" in extension["isa_available"]
+    assert (extension["products"], extension["products_forced"]) == ("torch", "torch")
     assert set(report["ops"]["cpu"]) == set(OPS)
     for name, op in report["ops"]["cpu"].items():
         assert op["uses"] == "cpp", name
