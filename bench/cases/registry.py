@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -52,23 +53,26 @@ def both_passes(
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
-_MMAP_THRESHOLD = -3  # of mallopt; each block that is larger gets pages of its own
-_KEPT, _FRESH = 32 << 20, 1 << 20  # bytes; the first is the most that glibc allows
+_DONTNEED, _NOHUGEPAGE = 4, 15  # of madvise
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def with_fresh_results(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose large results and intermediates are pages that the system has yet to provide, as
-    the first ones of a program are, and those for which malloc keeps no memory."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        raise NotMeasured("this C library has no mallopt")
+def with_fresh_results(run: Callable[..., Any]) -> Callable[..., None]:
+    """`run`, whose results lose their pages after each call, so that the next one writes to memory
+    that the system has yet to provide, as where results are kept or malloc gives memory back."""
+    if not sys.platform.startswith("linux"):
+        raise NotMeasured("only Linux is asked to take pages back")
+    madvise = ctypes.CDLL(None).madvise
+    only_where_asked = _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text()
 
-    def fresh(*args: Any) -> Any:
-        mallopt(_MMAP_THRESHOLD, _FRESH)
-        try:
-            return run(*args)
-        finally:
-            mallopt(_MMAP_THRESHOLD, _KEPT)
+    def fresh(*args: Any) -> None:
+        for t in run(*args):
+            if not isinstance(t, torch.Tensor) or t.nbytes < 1 << 20:
+                continue
+            first = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = (t.data_ptr() + t.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            for advice in (_DONTNEED, *([_NOHUGEPAGE] if only_where_asked else ())):
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
     return fresh
 

@@ -70,8 +70,9 @@ MaybeTensor torchs_product(const Tensor& a, const Tensor& b, const MaybeTensor& 
                            ScalarType out_type) {
   if (!products_are_torchs() || out_type != ScalarType::BFloat16) return {};
   int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-  bool fits = a.scalar_type() == out_type && b.scalar_type() == out_type &&
-              (!bias || (bias->scalar_type() == out_type && bias->dim() == 1 && bias->numel() == n));
+  bool fits =
+      a.scalar_type() == out_type && b.scalar_type() == out_type &&
+      (!bias || (bias->scalar_type() == out_type && bias->dim() == 1 && bias->numel() == n));
   // Below, the time is that of a call, and of tiles of 16 x 32 elements that are not full.
   if (!fits || std::min({m, n, k}) < 32 || m * n * k < kTorchsSize) return {};
   int64_t shape[] = {m, n};
