@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import mixprec  # noqa: E402
 from mixprec.bench.cases import gpt, models  # noqa: E402
+from mixprec.integrations.transformers import fuse_loss  # noqa: E402
 
 pytestmark = pytest.mark.slow
 BATCH, CONTEXT = 2, 48
@@ -88,7 +89,7 @@ def ran(kind: str, options: dict[str, Any], autocast: bool, how: str, recipe: st
     model, loss = MODELS[kind]()
     mixprec.cast_parameters(mixprec.convert(model, recipe, fuse=True), torch.bfloat16)
     if kind == "llama without logits":
-        mixprec.integrations.transformers.fuse_loss(model)
+        fuse_loss(model)
     if options:
         loss = partial(_loss, options)
     call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
