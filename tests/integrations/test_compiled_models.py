@@ -16,14 +16,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 import mixprec  # noqa: E402
 from mixprec.bench.cases import gpt, models  # noqa: E402
-from mixprec.integrations.transformers import fuse_loss  # noqa: E402
 
 pytestmark = pytest.mark.slow
 BATCH, CONTEXT = 2, 48
 TOKENS = torch.randint(3, 64, (BATCH, CONTEXT), generator=torch.Generator().manual_seed(0))
 ONES = torch.ones_like(TOKENS)
 CAUSAL = torch.ones(BATCH, 1, CONTEXT, CONTEXT, dtype=torch.bool).tril()
-ALONE = ("gpt", "own_gpt", "mistral", "qwen2", "gemma", "llama without logits")
+ALONE = ("gpt", "own_gpt", "mistral", "qwen2", "gemma")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     **{kind: [{}] for kind in ALONE},
     "vit": [{}],
@@ -70,7 +69,6 @@ def _decoder(kind: str, **more: Any) -> Any:
 
 MODELS = models.MODELS | {
     "gpt": lambda: gpt.gpt("4x512"),
-    "llama without logits": models.llama,
     "mistral": partial(_decoder, "Mistral"),
     "qwen2": partial(_decoder, "Qwen2"),
     "gemma": partial(_decoder, "Gemma", head_dim=16),
@@ -88,8 +86,6 @@ def ran(kind: str, options: dict[str, Any], autocast: bool, how: str, recipe: st
     torch.manual_seed(0)
     model, loss = MODELS[kind]()
     mixprec.cast_parameters(mixprec.convert(model, recipe, fuse=True), torch.bfloat16)
-    if kind == "llama without logits":
-        fuse_loss(model)
     if options:
         loss = partial(_loss, options)
     call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
