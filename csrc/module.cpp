@@ -3,13 +3,21 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "cpu/products.h"
 #include "cpu/simd/loops.h"
@@ -22,6 +30,31 @@ struct Level {
   const Loops* table;
   bool is_faster = true;  // than the levels below
 };
+
+#if defined(__x86_64__) && defined(__linux__)
+constexpr unsigned kAmxTileData = 18;  // a component of the processor's state (XCR0)
+
+// Whether processor and kernel have AMX's tiles and bf16 products.
+bool has_amx() {
+  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24;
+  unsigned eax, ebx, ecx, edx;
+  unsigned long components = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bf16) && (edx & tile) &&
+         syscall(SYS_arch_prctl, 0x1021 /* ARCH_GET_XCOMP_SUPP */, &components) == 0 &&
+         (components >> kAmxTileData & 1);
+}
+
+// Linux gives a process tiles once it asks, and then saves 8 KB more a thread where they are used.
+void ask_for_tiles() {
+  if (syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, kAmxTileData) != 0) {
+    throw std::runtime_error("MIXPREC_ISA=amx: the kernel refuses AMX to this process: " +
+                             std::string(std::strerror(errno)));
+  }
+}
+#else
+bool has_amx() { return false; }
+void ask_for_tiles() {}
+#endif
 
 // Those that this processor can run, lowest first.
 std::vector<Level> levels() {
@@ -40,6 +73,9 @@ std::vector<Level> levels() {
   // repeated.
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
     levels.push_back({&avx512::table_bf16, !__builtin_cpu_is("intel")});
+    // Not chosen by itself: no run on a processor with AMX has measured it yet.
+    if (has_amx()) levels.push_back({&avx512::table_amx, false});
+    levels.push_back({&avx512::table_amx_model, false});
   }
 #endif
   return levels;
@@ -57,22 +93,16 @@ const Loops& select() {
   const Loops* best = nullptr;
   std::string names;
   for (const Level& level : levels()) {
-    if (wanted == level.table->isa) return *level.table;
+    if (wanted == level.table->isa) {
+      if (wanted == "amx") ask_for_tiles();
+      return *level.table;
+    }
     if (level.is_faster) best = level.table;
     names += (names.empty() ? "" : " ") + std::string(level.table->isa);
   }
   if (wanted.empty()) return *best;
   throw std::runtime_error("MIXPREC_ISA=" + wanted +
                            " is not a level of this processor; it has: " + names);
-}
-
-bool has_amx() {
-#if defined(__x86_64__) && defined(__linux__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile");
-#else
-  return false;
-#endif
 }
 
 // A level that is asked for is one of our kernels.
@@ -110,7 +140,9 @@ PYBIND11_MODULE(_C, m) {
       "The compiled half of mixprec: CPU kernels (registered as torch ops) and build information.";
   m.def(
       "isa", [] { return std::string(loops().isa); },
-      "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
+      "The instruction set in use: base, avx2, avx512 or avx512_bf16. MIXPREC_ISA names another, "
+      "also "
+      "amx, or amx_model, which computes the tiles of AMX without AMX, for tests.");
   m.def("products_are_torchs", &products_are_torchs,
         "Whether bf16 products of layers are torch's (MIXPREC_PRODUCTS overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");

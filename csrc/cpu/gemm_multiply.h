@@ -11,7 +11,7 @@
 
 namespace mixprec::cpu {
 
-constexpr int64_t kTileRows = 56, kTileCols = kOnes;  // of sums that are scaled or stored together
+constexpr int64_t kTileRows = 64, kTileCols = kOnes;  // of sums that are scaled or stored together
 
 // The scales of both operands; those of b one for each column.
 struct BothScales {

@@ -11,14 +11,15 @@ using namespace mixprec::cpu;
 constexpr int kBeyond = 64;
 constexpr uint32_t kUntouched = 0xDEADBEEF;
 
-void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack, int64_t width,
-           int64_t words_of_two) {
+template <class Kernel>
+void check(const char* isa, const char* what, const Kernel& kernel,
+           decltype(GemmKernel::pack_a) pack, int64_t width) {
   std::vector<unsigned char> source(1 << 18, 0x38);
   for (Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::e4m3, Dtype::e5m2}) {
     for (int64_t k = 1; k < 80; ++k) {
       for (int64_t rows : {width, width - 1, 3 * width + 1}) {
         for (bool adjacent : {false, true}) {
-          int64_t of_panel = (k * words_of_two + 1) / 2;
+          int64_t of_panel = kernel.words(k);
           int64_t words = (rows + width - 1) / width * width * of_panel;
           std::vector<uint32_t> out(words + kBeyond, kUntouched);
           pack(dtype, source.data(), adjacent ? 1 : 333, adjacent ? 97 : 1, rows, k, out.data(),
@@ -34,14 +35,14 @@ void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack,
 
 void check(const Loops& l) {
   for (const GemmKernel* kernel : {&l.gemm_f32, &l.gemm_bf16}) {
-    for (int64_t width = kernel->any_rows ? 1 : kernel->mr; width <= kernel->mr; ++width) {
-      check(l.isa, "a", kernel->pack_a, width, 2 / kernel->k_per_word);
+    for (int64_t width = kernel->row_step; width <= kernel->mr; width += kernel->row_step) {
+      check(l.isa, "a", *kernel, kernel->pack_a, width);
     }
-    check(l.isa, "b", kernel->pack_b, kernel->nr, 2 / kernel->k_per_word);
+    check(l.isa, "b", *kernel, kernel->pack_b, kernel->nr);
   }
   for (const SimulatedKernel* kernel : {&l.simulated, &l.simulated_short}) {
-    check(l.isa, "simulated a", kernel->pack_a, kernel->mr, 2 * kernel->words_of_k);
-    check(l.isa, "simulated b", kernel->pack_b, kernel->nr, 2 * kernel->words_of_k);
+    check(l.isa, "simulated a", *kernel, kernel->pack_a, kernel->mr);
+    check(l.isa, "simulated b", *kernel, kernel->pack_b, kernel->nr);
   }
 }
 
@@ -54,6 +55,7 @@ int main() {
   }
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
     check(avx512::table_bf16);
+    check(avx512::table_amx_model);
   }
 #endif
 }

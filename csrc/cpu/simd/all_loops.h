@@ -36,7 +36,7 @@ constexpr AttentionKernel attention_kernel{
 }  // namespace f32_words
 
 constexpr GemmKernel make_gemm_f32() {
-  GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
+  GemmKernel kernel{MR, NR, 1, 1, MR, pack<MR>, pack<NR>, {}};
   kernel.micros[MR] = f32_words::panel_micro<MR, NV>;
   return kernel;
 }

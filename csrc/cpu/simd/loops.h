@@ -31,17 +31,20 @@ struct Indices {};
 // A GEMM micro-kernel and its packed layout. Operands are packed into panels of 4-byte words: one
 // fp32 or a pair of bf16 (k, k + 1). A panel of `width` rows (of a) or columns (of b) is
 // [words of k][width].
-constexpr int kMaxRows = 16, kMaxCols = 32;  // of a panel of a, of b
+constexpr int kMaxRows = 32, kMaxCols = 32;  // of a panel of a, of b
 
 struct GemmKernel {
   int64_t mr, nr;  // the largest width of a panel of a; the width of those of b
   int64_t k_per_word;
-  bool any_rows;  // a panel of a may have fewer than mr rows
-  int64_t words(int64_t k) const { return (k + k_per_word - 1) / k_per_word; }
+  int64_t word_step, row_step;  // of which the words and the rows of a panel of a are multiples
+  int64_t words(int64_t k) const {
+    int64_t step = k_per_word * word_step;
+    return (k + step - 1) / step * word_step;
+  }
   // The width of the panels of a block of a, which are as few as can be and alike.
   int64_t width_a(int64_t rows) const {
-    int64_t panels = (rows + mr - 1) / mr;
-    return any_rows && panels > 0 ? (rows + panels - 1) / panels : mr;
+    int64_t panels = rows > mr ? (rows + mr - 1) / mr : 1, step = panels * row_step;
+    return rows == 0 ? mr : (rows + step - 1) / step * row_step;
   }
   // Panels of `width` rows and `words` words of K, one after the other <- element (i, k) at
   // src[i * stride_i + k * stride_k], zeros beyond rows, k. Returns true if `micro` would not
@@ -313,11 +316,11 @@ namespace avx2 {
 extern const Loops table;
 }
 namespace avx512 {
-extern const Loops table, table_bf16;
+extern const Loops table, table_bf16, table_amx, table_amx_model;
 }
 #endif
 
-// The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.
+// The table for this processor, or for the level that MIXPREC_ISA names.
 const Loops& loops();
 
 }  // namespace mixprec::cpu

@@ -91,13 +91,17 @@ constexpr GemmKernel make_gemm_bf16(Indices<width...>) {
   return {MR,
           NR,
           2,
-          true,
+          1,
+          1,
           pack_bf16<MR>,
           pack_bf16<NR>,
           {nullptr, bf16_words::panel_micro<width, NV>...}};
 }
 constexpr GemmKernel gemm_bf16 =
     make_gemm_bf16(Indices<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, MR>{});
+
+#include "amx_tiles.h"
+#include "gemm_amx_loops.h"
 
 #pragma GCC pop_options
 
@@ -107,6 +111,10 @@ constinit const Loops table =
     make_table("avx512", gemm_f32, store_tile, f32_words::attention_kernel);
 constinit const Loops table_bf16 =
     make_table("avx512_bf16", gemm_bf16, store_tile_bf16, bf16_words::attention_kernel);
+constinit const Loops table_amx =
+    make_table("amx", make_gemm_amx<AmxTiles>(), store_tile_bf16, f32_words::attention_kernel);
+constinit const Loops table_amx_model = make_table("amx_model", make_gemm_amx<AmxModel>(),
+                                                   store_tile_bf16, f32_words::attention_kernel);
 
 }  // namespace mixprec::cpu::avx512
 #endif
