@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -50,10 +51,35 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def has_run(module: torch.nn.Module) -> bool:
+    """Whether a model that fully_shard has wrapped has run, which fixes its dtypes."""
+    return is_fully_sharded(module) and module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+
+
+def sharded_groups(model: torch.nn.Module) -> list[dict[str, torch.nn.Parameter]]:
+    """The trained params, by name, of each group that fully_shard gathers together, which are to
+    have one dtype."""
+    groups: dict[int, dict[str, torch.nn.Parameter]] = {}
+
+    def visit(module: torch.nn.Module, prefix: str, state: Any) -> None:
+        if is_fully_sharded(module):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+        if state is not None:
+            named = {prefix + name: p for name, p in module._parameters.items() if p is not None}
+            its = {n: p for n, p in named.items() if p.requires_grad and is_sharded(p)}
+            groups.setdefault(id(state), {}).update(its)
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", state)
+
+    visit(model, "", None)
+    return list(groups.values())
+
+
 def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
     """param.data = values; of a DTensor the assignment alone would leave the local tensor."""
     param.data = values
     if is_sharded(param):
+        values._local_tensor.__class__ = type(param._local_tensor)  # type: ignore[attr-defined]
         param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]
 
 

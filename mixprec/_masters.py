@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from . import _master_forms as forms
-from ._local_gradients import LOW_PRECISION, local, set_data
+from ._local_gradients import LOW_PRECISION, local, set_data, sharded_groups
 from ._master_forms import FORMS, Record
 from ._steps import before_steps
 from .ops._reference.rounding import remainder_of
@@ -30,6 +30,7 @@ _WIDE = (torch.float32, torch.float64)
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have entries
 _watching = False
+models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that cast_parameters has cast
 
 
 class Changes:
@@ -87,6 +88,22 @@ def attach() -> None:
             record = its if uses[id(its)] == 1 else _not_of_another(param, its, places)
             vars(param)[_NAME] = record
     _Copies.are_new = any(_NAME not in vars(module) for module in list(_modules))
+
+
+def check_groups(who: str, params: Collection[torch.Tensor]) -> None:
+    """ValueError where fully_shard has put some of these, of two dtypes, into one group, before its
+    own error in the first forward pass."""
+    mine = set(map(id, params))
+    for model in list(models):
+        for group in sharded_groups(model):
+            first = {p.dtype: name for name, p in reversed(group.items())}
+            if len(first) > 1 and not mine.isdisjoint(map(id, group.values())):
+                got = ", ".join(f"{name} in {dtype}" for dtype, name in first.items())
+                raise ValueError(
+                    f"{who}: params that fully_shard gathers together must have one dtype, got "
+                    f"{got}: call cast_parameters after fully_shard, or leave it out and pass "
+                    "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+                )
 
 
 def known(param: torch.Tensor) -> Record | None:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _masters
-from ._local_gradients import LOW_PRECISION, any_sharded, is_copy, is_sharded, watch
+from ._local_gradients import (
+    LOW_PRECISION,
+    any_sharded,
+    is_copy,
+    is_fully_sharded,
+    is_sharded,
+    watch,
+)
 from .ops._dispatch import checks
 from .ops._dispatch.checks import is_dense
 
@@ -249,6 +256,35 @@ def _refuse_fsdp1(params: Sequence[torch.Tensor]) -> None:
             "over, to mixprec's optimizer and GradScaler, or use "
             "torch.distributed.fsdp.fully_shard"
         )
+
+
+def check_grad_dtype(who: str, params: Sequence[torch.Tensor]) -> None:
+    """ValueError where a wrapper of torch averages the gradients of 16-bit params in 16 bits."""
+    import torch.distributed as dist
+
+    mine = {id(p) for p in params if p.dtype in LOW_PRECISION}
+    if not mine or not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    for wrapper in gc.get_objects():
+        kind = type(wrapper)
+        if not issubclass(kind, torch.nn.Module):
+            continue
+        is_ddp = issubclass(kind, DistributedDataParallel)
+        if not is_ddp and not is_fully_sharded(wrapper):
+            continue
+        if not mine.isdisjoint(map(id, wrapper.parameters())):
+            name = "DistributedDataParallel" if is_ddp else "fully_shard"
+            instead = (
+                "mixprec.distributed.reduce_gradients_in_fp32(ddp_model)"
+                if is_ddp
+                else "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+            raise ValueError(
+                f"{who}: grad_dtype must be None for 16-bit params of {name}, which gives them "
+                f"gradients of their dtype, got torch.float32: use {instead}"
+            )
 
 
 @torch.no_grad()

@@ -95,6 +95,7 @@ class Layer(torch.nn.Module):
     _path = ""
     _is_override = False  # convert has its recipe from overrides
     _quantized_weight: QuantizedWeight | None = None
+    _gathers: Any = None  # of gather_in_fp8, which its weight belongs to
 
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
@@ -302,6 +303,8 @@ class Layer(torch.nn.Module):
         if self._recipe.has_outliers and chosen is not None and new is not None:
             unset = chosen.is_meta and not new.is_meta
             self._buffers[OUTLIERS] = None if unset else chosen.to(new)
+        if self._gathers is not None:
+            self._gathers.mark(self)
         return self
 
     def _load_from_state_dict(
@@ -311,6 +314,8 @@ class Layer(torch.nn.Module):
         state_dict = scaling.loadable(self, state_dict, prefix, errors)
         self._load_outliers(state_dict, prefix + OUTLIERS, errors)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self._gathers is not None:
+            self._gathers.mark(self)
 
     def _load_outliers(self, state_dict: dict[str, Any], key: str, errors: list[str]) -> None:
         """Prepare to load the outliers of a state dict; without any there, or for another recipe,
@@ -350,7 +355,7 @@ class Layer(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by copying and unpickling."""
-        super().__setstate__({**state, "_quantized_weight": None})
+        super().__setstate__({**state, "_quantized_weight": None, "_gathers": None})
         if self.recipe.is_delayed:
             scaling.follow(self)
         scaling.check_loss_scaling(self, self.recipe)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import _masters, _said
-from .._local_gradients import LOW_PRECISION, is_fully_sharded, set_data
+from .._local_gradients import LOW_PRECISION, has_run, set_data, sharded_groups
 from ..ops._dispatch import checks
 from ._content import imported_class
 from ._layer import Layer, buffers_of
@@ -76,6 +76,32 @@ def _stay_fp32(
     return listed
 
 
+def _of_one_dtype(
+    op: str, model: nn.Module, kept: set[nn.Parameter], named: Collection[nn.Parameter]
+) -> None:
+    """Take from `kept` what fully_shard gathers with parameters that are cast: it wants one dtype,
+    as MixedPrecisionPolicy would make of them. ValueError for those in `named`."""
+    together: list[str] = []
+    for group in sharded_groups(model):
+        if kept.isdisjoint(group.values()) or kept.issuperset(group.values()):
+            continue
+        for name, p in group.items():
+            if p in named:
+                raise ValueError(
+                    f"{op}: keep_fp32 must not name parameters that fully_shard gathers with "
+                    f"others of 16 bits, got {name}: call fully_shard on its module first, for a "
+                    "group of its own"
+                )
+            if p in kept:
+                kept.remove(p)
+                together.append(name)
+    if together:
+        _said.say(
+            f"{op}: {len(together)} parameters of norms, the first {together[0]}, are cast too, "
+            "because fully_shard gathers them with others of 16 bits; their masters are FP32"
+        )
+
+
 def cast_parameters(
     model: nn.Module,
     dtype: torch.dtype | str,
@@ -115,10 +141,12 @@ def cast_parameters(
     `save_checkpoint` saves them. False frees them now, for inference or another optimizer.
 
     ValueError for another dtype, a pattern that matches nothing, or a model that fully_shard has
-    wrapped, TypeError if `model` is not a module, before anything is changed.
+    wrapped and that has run, TypeError if `model` is not a module, before anything is changed.
 
-    Not for FSDP2, which wants one dtype in each block: it gathers FP32 parameters in 16 bits with
-    MixedPrecisionPolicy(param_dtype=torch.bfloat16), and its shards are the masters.
+    With FSDP2 cast after `fully_shard`, which wants one dtype for all that it gathers together:
+    the norms in a block with 16-bit weights are then cast too, and have masters. (Without a cast,
+    FSDP2 gathers FP32 parameters in 16 bits with MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    and its shards are the masters.) Norms that fully_shard wraps by themselves stay FP32.
 
     A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
     computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
@@ -127,23 +155,27 @@ def cast_parameters(
     op = "cast_parameters"
     checks.is_module(op, model)
     dtype = checks.param_dtype(op, "dtype", dtype)
-    if any(map(is_fully_sharded, model.modules())):
+    if any(map(has_run, model.modules())):
         raise ValueError(
-            f"{op}: model must not be wrapped by fully_shard yet, which keeps the parts that it "
-            "has made: cast before"
+            f"{op}: model must not have run yet where fully_shard has wrapped it, which fixes the "
+            "dtypes: cast after fully_shard and before the first forward pass"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = model.named_buffers(remove_duplicate=False)
     floats = {n: b for n, b in named if b.dtype in _CASTABLE}
-    kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
+    named_fp32 = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
+    kept = set(named_fp32)
     cast_too = _matching(op, "buffers", buffers, floats)
     further = known_norms(model)
+    norms = (m for m in model.modules() if isinstance(m, (*NORMS, *further)))
     known, known_buffers = known_casts(model)
+    kept.update(p for m in norms for p in m.parameters(recurse=False) if p not in known)
+    if dtype in LOW_PRECISION:
+        _of_one_dtype(op, model, kept, named_fp32)
     kept_too = (n for n in known_buffers for pattern in keep_fp32 if fnmatchcase(n, pattern))
     cast_too |= (known_buffers & floats.keys()).difference(kept_too)
     for module in model.modules():
         if isinstance(module, (*NORMS, *further)):
-            kept.update(p for p in module.parameters(recurse=False) if p not in known)
             # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take. (Those
             # of torch return the dtype of x.)
             keeps = type(module) in NORMS or as_input in module._forward_hooks.values()
@@ -163,6 +195,7 @@ def cast_parameters(
             if p is not None:
                 places.setdefault(p, []).append((module, name))
     _masters.attach()
+    _masters.models.add(model)
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
         is_done = param.dtype == target and target in LOW_PRECISION

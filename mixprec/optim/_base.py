@@ -13,8 +13,16 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import ParamsT
 
 from .. import _masters
-from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, is_sharded, local
-from ..distributed import Ranks, first_step
+from .._local_gradients import (
+    LOW_PRECISION,
+    PLAIN,
+    any_sharded,
+    gradient_of,
+    is_copy,
+    is_sharded,
+    local,
+)
+from ..distributed import Ranks, check_grad_dtype, first_step
 from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops._dispatch.optimizer_update import UpdateOp, UpdateOptions
 from ..ops.scale import inv_scale_op
@@ -133,6 +141,8 @@ class Optimizer(SavedOptimizer):
         self._ids = list(map(id, params))
         self._index = {key: i for i, key in enumerate(self._ids)}
         _masters.attach()
+        if any_sharded(params):
+            _masters.check_groups(type(self).__name__, params)
         for group in self.param_groups:
             policy = self._policy_of(group)
             for p in group["params"]:  # whose FP32 values take the form that they are to have
@@ -140,6 +150,8 @@ class Optimizer(SavedOptimizer):
                     policy.claim(p, {})
         # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = self._any_low()
+        if self._grad_dtype is not None:
+            check_grad_dtype(type(self).__name__, params)
         self._set_grad_dtype(params)
         if self._releases is not None:
             self._releases.watch(params)
@@ -160,7 +172,10 @@ class Optimizer(SavedOptimizer):
             self._releases.check_idle("zero_grad")
         self._clear_main_grads(keep=not set_to_none)
         super().zero_grad(set_to_none)
-        self._set_grad_dtype(self._params())
+        params = self._params()
+        if self._grad_dtype is not None and not self._has_stepped:
+            check_grad_dtype(type(self).__name__, params)  # wrapped since
+        self._set_grad_dtype(params)
 
     def _clear_main_grads(self, keep: bool = False) -> None:
         """Zero in place the main_grad of params without a `grad`, or to keep it: the layer or

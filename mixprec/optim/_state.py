@@ -151,6 +151,8 @@ class Policy:
         # torch.optim.SGD has no step count; a state with a buffer has had its first step.
         state: dict[str, Any] = {"step": _step(who, param, saved.get("step", 1.0))}
         place = self.master(param)
+        if getattr(saved.get("remainder"), "dtype", None) == torch.float16:  # `portable`
+            saved["remainder"] = _bits(saved["remainder"], torch.int16)
         for name in saved.keys() & set(_masters.FORMS):
             if name != place and param.dtype != torch.float32:  # which gets the bits that it lacks
                 raise ValueError(
@@ -243,12 +245,20 @@ def widened(
 
 def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
     """A state to save: codes as BF16 where there are other ranks, which may cut other blocks;
-    elsewhere under `<moment>_codes`, so that they are never taken for values."""
+    elsewhere under `<moment>_codes`, so that they are never taken for values. Also where there are
+    ranks a remainder of 16 bits as the FP16 with these bits: no backend gathers int16."""
     coded = [name for name in moments if name + _SCALE in state]
     ranks = dist.is_available() and dist.is_initialized()
-    if ranks or any(is_sharded(state[name]) for name in coded):
-        return widened(state, moments, torch.bfloat16) if coded else state
+    if ranks or any(map(is_sharded, state.values())):
+        state = widened(state, moments, torch.bfloat16) if coded else dict(state)
+        if "remainder" in state and state["remainder"].dtype == torch.int16:
+            state["remainder" + _CODES] = _bits(state.pop("remainder"), torch.float16)
+        return state
     return {name + _CODES if name in coded else name: value for name, value in state.items()}
+
+
+def _bits(remainder: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _masters.forms.like(remainder, local(remainder).view(dtype))
 
 
 def _restored_moment(
