@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .nn.autocast import autocast
     from .nn.cast import cast_parameters
     from .nn.convert import convert, convert_to_float8_training, unconvert
+    from .nn.gather import gather_in_fp8
     from .nn.reuse_weights import reuse_weights
     from .recipes import Recipe
     from .scaling import update_scales
@@ -69,6 +70,7 @@ __all__ = [
     "filters",
     "freeze",
     "functional",
+    "gather_in_fp8",
     "gemm",
     "gemm_accumulate_",
     "graphed",
@@ -115,6 +117,7 @@ _DEFINED_IN = {
     "convert": "nn.convert",
     "convert_to_float8_training": "nn.convert",
     "freeze": "frozen",
+    "gather_in_fp8": "nn.gather",
     "graphed": "cuda_graph",
     "is_available": "availability",
     "lean": "lean_training",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._local_gradients import is_fully_sharded, is_sharded, local
+from .._local_gradients import PLAIN, is_fully_sharded, is_sharded, local
 from .._steps import after_steps
 from ..functional.operands import largest_of_all
 from ..ops._dispatch import checks
@@ -75,10 +75,14 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
                 continue
             if layer.weight.is_inference():
                 continue
-            if not is_sharded(layer.weight):
+            if type(layer.weight) in PLAIN:
                 mine.append(layer)
                 layer._quantize_weight()
-            elif isinstance(layer, Linear) and not (layer.recipe.has_outliers or gathers):
+            elif (
+                is_sharded(layer.weight)
+                and isinstance(layer, Linear)
+                and not (layer.recipe.has_outliers or gathers)
+            ):
                 mine.append(layer)
                 parts.append(layer)
         _quantize_parts(parts)
