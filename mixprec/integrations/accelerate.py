@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .._local_gradients import gradient_of
+from .._local_gradients import LOW_PRECISION, any_sharded, gradient_of, has_run, sharded_groups
 from ..amp import GradScaler
 from ..amp.reader import gradients, params_of, unscales_itself
+from ..nn.cast import cast_parameters
 from ..ops import grad_stats_, inv_scale
 from ..optim._settings import check_limit
 from ..scaling import has_state
@@ -28,14 +29,16 @@ __all__ = ["attach"]
 
 AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
 
-_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")  # FSDP: of version 1
 
 
 def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> AnyAccelerator:
     """Make `accelerator` work with mixprec's optimizers, in place; return it.
 
     Call it before `prepare`, once. Convert the model, cast its parameters and make the optimizer
-    before `prepare`, too.
+    before `prepare`, too. With FSDP2 (FullyShardedDataParallelPlugin(fsdp_version=2)) `prepare`
+    shards, and then casts the norms that are gathered with 16-bit weights, as `cast_parameters`
+    does after `fully_shard`; parameters in FP32 with mixed_precision "bf16" need no cast at all.
 
     accelerator: with mixed_precision "no", or "bf16" for torch.autocast around the model.
     scaler: for FP16; `backward` scales the loss by it, and `save_state` and `load_state` include
@@ -57,7 +60,7 @@ def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> Any
     ValueError otherwise.
 
     TypeError for an accelerator or a scaler of another class. ValueError for an accelerator that
-    has prepared an optimizer already, runs DeepSpeed, FSDP, Megatron-LM or XLA, or has its own
+    has prepared an optimizer already, runs DeepSpeed, FSDP1, Megatron-LM or XLA, or has its own
     scaler ("fp16") or layers ("fp8"). The calls above raise ValueError for parameters of several
     optimizers, a limit other than the optimizer's own, and a norm_type other than 2.
     """
@@ -72,8 +75,10 @@ def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> Any
             f"{len(accelerator._optimizers)}: call attach first"
         )
     kind = accelerator.distributed_type.value
-    if kind in _UNSUPPORTED:
-        raise ValueError(f"attach: accelerator must run one process or DDP, got {kind}")
+    if kind in _UNSUPPORTED and not accelerator.is_fsdp2:
+        raise ValueError(
+            f"attach: accelerator must run one process, DDP or FSDP2 (fsdp_version=2), got {kind}"
+        )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             "attach: accelerator must have mixed_precision 'no' or 'bf16', got "
@@ -126,6 +131,16 @@ class _Attached(Accelerator):
         if type(prepared) is AcceleratedOptimizer and unscales_itself(prepared.optimizer):
             prepared.__class__ = _Optimizer
             prepared._limits = {}
+        return prepared
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        prepared = super().prepare(*args, **options)
+        for each in prepared if isinstance(prepared, (list, tuple)) else [prepared]:
+            if self.is_fsdp2 and isinstance(each, torch.nn.Module):
+                for group in sharded_groups(each):
+                    dtypes = {p.dtype for p in group.values()}
+                    if len(dtypes) > 1 and not has_run(each):
+                        cast_parameters(each, *dtypes.intersection(LOW_PRECISION))
         return prepared
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
@@ -207,12 +222,16 @@ def _grad_norm(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> t
     factor = None
     if scaler is not None and scaler._scale is not None and not _is_unscaled(scaler, optimizer):
         factor = inv_scale(scaler._scale)
-    sums = []
-    for device, (_, grads) in gradients(optimizer, allow_fp16=True).items():
+    sums, params = [], params_of(optimizer)
+    for device, (mine, grads) in gradients(optimizer, allow_fp16=True).items():
         sums.append(torch.zeros(len(grads), dtype=torch.float64, device=device))
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         here = None if factor is None else factor.to(device, non_blocking=True)
         grad_stats_(grads, here, found_inf, sums[-1])
+        if any_sharded(params):
+            scopes = [0] * len(mine)
+            ranks: Any = optimizer.ranks  # type: ignore[attr-defined]
+            sums[-1] = ranks.agree_(found_inf, sums[-1], mine, scopes, 1, params)
     if not sums:
         return torch.zeros((), dtype=torch.float32)
     return torch.cat([each.to(sums[0].device) for each in sums]).sum().sqrt().float()

@@ -115,9 +115,10 @@ class Trainer(transformers.Trainer):
                 "Trainer: the mixed_precision that accelerate launch sets must be 'no' with recipe "
                 f"or params, got {args.mixed_precision!r}"
             )
-        for name in ("deepspeed", "fsdp"):
-            if value := getattr(args, name, None):
-                raise ValueError(f"Trainer: args.{name} is not supported, got {value!r}")
+        if value := args.deepspeed:
+            raise ValueError(f"Trainer: args.deepspeed is not supported, got {value!r}")
+        if args.fsdp and (number := int(args.fsdp_config.get("version", 2))) != 2:
+            raise ValueError(f"Trainer: args.fsdp_config must have version 2, got {number}")
         if args.n_gpu > 1:
             raise ValueError(
                 f"Trainer: one process must have one GPU, got {args.n_gpu}: start it with torchrun"
@@ -149,6 +150,11 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         scaler = GradScaler() if self._needs_scaler() else self._scaler
         attach(self.accelerator, scaler)
+        if self.args.fsdp and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "Trainer: args.fsdp must be None where Accelerate does not shard, as on a CPU, got "
+                f"{self.args.fsdp!r} and {self.accelerator.distributed_type.value}"
+            )
 
     def _needs_scaler(self) -> bool:
         if self._scaler is not None:

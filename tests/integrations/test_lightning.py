@@ -11,6 +11,7 @@ import torch
 from by_hand import (
     CASES,
     STEPS,
+    TWO_RANKS,
     Case,
     assert_same_bits,
     batches,
@@ -236,3 +237,9 @@ def test_torch_optimizer_of_fp32_params() -> None:
 def test_example(name: str, tmp_path: Path) -> None:
     """The programs in examples/ run as they stand"""
     assert "resumed" in run_program(tmp_path, name)
+
+
+def test_two_ranks_of_fsdp2(tmp_path: Path) -> None:
+    """FSDP2 by ModelParallelStrategy, on two ranks."""
+    program = Path(__file__).with_name("lightning_ranks.py")
+    assert run_program(tmp_path, program, tmp_path, launcher=TWO_RANKS).count("FSDP2 trains") == 2

@@ -324,6 +324,12 @@ def test_two_ranks_share_delayed_scales(tmp_path: Path) -> None:
     assert printed.count("15 layers with the same scales") == 2
 
 
+def test_two_ranks_of_fsdp2(tmp_path: Path) -> None:
+    """Two ranks of FSDP2, by Accelerate and the Trainer (their state set to what it is on GPUs)."""
+    program = Path(__file__).with_name("fsdp2_ranks.py")
+    assert run_program(tmp_path, program, tmp_path, launcher=TWO_RANKS).count("FSDP2 trains") == 2
+
+
 class Regression(torch.nn.Module):
     """Of signals, and of a list of more of them, which come in FP32."""
 
