@@ -64,6 +64,9 @@ class Gathers:
         self.weights: dict[int, _Weight] = {}
         self._amaxes: dict[int, _Amax] = {}
 
+    def __reduce__(self) -> tuple[type[Gathers], tuple[()]]:
+        return Gathers, ()  # a copy of a layer belongs to none, and holds no other weights
+
     def add(self, layer: Layer, cast: Cast) -> None:
         self.weights[id(layer)] = _Weight(layer.weight, cast)
         layer._gathers = self

@@ -157,10 +157,19 @@ def check_pipeline() -> None:
     assert 0 < layer.grad_amax < 1
 
 
-def on_two() -> None:
-    for check in (check_casts, check_order, check_full_state, check_grad_dtype, check_pipeline):
+def casts_on_two() -> None:
+    for check in (check_casts, check_order):
         check()
 
 
-def test_two_ranks() -> None:
-    on_ranks(2, on_two)
+def rest_on_two() -> None:
+    for check in (check_full_state, check_grad_dtype, check_pipeline):
+        check()
+
+
+def test_casts_on_two_ranks() -> None:
+    on_ranks(2, casts_on_two)
+
+
+def test_gradients_and_states_on_two_ranks() -> None:
+    on_ranks(2, rest_on_two)

@@ -219,7 +219,7 @@ def said() -> list[str]:
     return [line for line in lines if line.startswith("gather_in_fp8")]
 
 
-def on_two(folder: str) -> None:
+def bits_on_two() -> None:
     check_same_bits(
         ("fp8", UNEVEN, {"compute": BF16}, {}),
         ("fp8-delayed", UNEVEN, {}, {"state_dtype": BF16}),
@@ -227,14 +227,23 @@ def on_two(folder: str) -> None:
         ("fp8+gw-bf16", UNEVEN, {"cast": BF16}, R16),
         ("fp8", BLOCKS, {"cast": BF16}, {}),
     )
-    check_bytes()
-    check_lives(folder)
-    check_ways_to_run()
-    check_refusals()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    on_ranks(2, on_two, folder=str(tmp_path))
+def rest_on_two() -> None:
+    for check in (check_bytes, check_ways_to_run, check_refusals):
+        check()
+
+
+def test_two_ranks_train_with_the_same_bits() -> None:
+    on_ranks(2, bits_on_two)
+
+
+def test_weights_are_written_saved_and_loaded(tmp_path: Path) -> None:
+    on_ranks(2, check_lives, folder=str(tmp_path))
+
+
+def test_bytes_ways_to_run_and_refusals() -> None:
+    on_ranks(2, rest_on_two)
 
 
 def on_four() -> None:
