@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import operator
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -15,14 +16,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import _get_current_function_mode_stack
 
-from . import _masters
+from . import _masters, scaling
 from ._context import context
 from ._local_gradients import LOW_PRECISION
 from .optim._base import Optimizer
 from .recipes import Recipe
 
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type, Recipe)
+_OF_MODULES = frozenset(vars(nn.Module()))
 _WRITTEN = ("_last_skip", "_quantized_weight")  # attributes from which no step reads on
 _address, stride_of = torch.Tensor.data_ptr, torch.Tensor.stride
 _requires_grad, version_of, gradient_of = (
@@ -32,6 +35,11 @@ _requires_grad, version_of, gradient_of = (
 # graph more careful; one that clears gradients is known by its code.
 _OF_GRADIENTS = ("backward", "clip_grad_norm_", "clip_grad_value_")
 _OF_METHODS = ("step", "unscale_", *_OF_GRADIENTS)
+# Functions that read or set the state of random numbers on a GPU, which a capture cannot.
+_STATES = {
+    getattr(torch.cuda.random, name).__code__
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all")
+}
 _CLEARS = {
     inspect.unwrap(kind.zero_grad).__code__
     for kind in (nn.Module, torch.optim.Optimizer, Optimizer)
@@ -41,12 +49,15 @@ _CLEARS = {
 @contextlib.contextmanager
 def used(wanted: bool) -> Iterator[dict[Any, Any] | None]:
     """The modules, optimizers, scalers and schedulers of which this thread calls a method, by id,
-    and under "clears_first" whether the first that has to do with gradients clears them; None where
-    they are not wanted, or a profiler looks on."""
+    under "clears_first" whether the first that has to do with gradients clears them, and under
+    "random" what reads or sets the state of random numbers; None where they are not wanted, or a
+    profiler looks on."""
     found: dict[Any, Any] = {}
 
     def look(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
+        if event == "call" and code in _STATES:
+            found.setdefault("random", code.co_name)
         if event == "call" and code.co_argcount:
             user = frame.f_locals.get(code.co_varnames[0])
             if isinstance(user, _KINDS):
@@ -83,6 +94,7 @@ def _regions() -> dict[str, Any]:
         "twice_differentiable": context.twice_differentiable,
         "a mode": list(map(_mode, modes)),
         "what is known of masters": _masters.Changes.count,
+        "set_automatic_updates": scaling.updates_automatically(),
     }
 
 
@@ -112,6 +124,7 @@ class Users:
     def __init__(self, found: Mapping[Any, Any]) -> None:
         users = list(found.values())  # and a bool, which is of no kind
         self.clears_first = bool(found.get("clears_first"))
+        self._random: str | None = found.get("random")
         modules = (m for user in users if isinstance(user, nn.Module) for m in user.modules())
         self.modules = list({id(m): m for m in modules}.values())
         self.optimizers = [user for user in users if isinstance(user, torch.optim.Optimizer)]
@@ -142,6 +155,8 @@ class Users:
                 getattr(o, "_release_gradients", False) for o in self.optimizers
             ),
             "reuse_weights is around it: enter it inside, where its casts are captured": kept,
+            f"it calls torch.cuda.{self._random}, and a graph has random numbers of its own: call "
+            "it outside; torch.utils.checkpoint takes preserve_rng_state=False": self._random,
             "torch.autocast is around it and keeps casts of weights: enter it inside, or with "
             "cache_enabled=False": cached,
             "the scale of a GradScaler is on the CPU: train with a new one, whose scale begins on "
@@ -154,6 +169,9 @@ class Users:
         for m in self.modules:
             for entries in (vars(m), m._parameters, m._buffers, m._modules, *_hooks(m)):
                 yield type(m).__name__, entries
+            own = (x for k, x in vars(m).items() if k not in _OF_MODULES)
+            own = (x for x in own if type(x) in (dict, list))
+            yield from ((type(m).__name__, entries) for entries in own)
         for user in (*self.optimizers, *self.scalers):
             yield type(user).__name__, vars(user)
         for o in self.optimizers:
@@ -174,13 +192,20 @@ class Users:
             for name, entries in places
             if isinstance(entries, dict)
             for key, value in entries.items()
-            if isinstance(value, (torch.Tensor, nn.Module, tuple, *CONSTANTS))
+            if isinstance(value, (torch.Tensor, nn.Module, tuple, *_FUNCTIONS, *CONSTANTS))
             and not (key in _WRITTEN or (key == "lr" and id(entries) in rates))
         ]
-        self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
         self._sized = [entries for _, entries in places]
         self._sizes = list(map(len, self._sized))
-        self._lists = [g["params"] for o in self.optimizers for g in o.param_groups]
+        # An optimizer reads what stands in these now, also where the dict or list is another one.
+        owned: list[tuple[Any, Any]] = []
+        for o in self.optimizers:
+            owned += [(vars(o), "state"), (vars(o), "param_groups")]
+            owned += [(group, "params") for group in o.param_groups]
+            owned += [(o.state, p) for p in o.state]
+        self._named += [("an optimizer's state or group", *each) for each in owned]
+        self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
+        self._lists = [entries for _, entries in places if isinstance(entries, list)]
         self._lists += [hooks for m in self.modules for hooks in _hooks(m)]
         self._values, self._regions = self._now(), _regions()
         self._classes = list(map(type, self.modules))
@@ -218,7 +243,7 @@ class Users:
             for i, (now, before) in enumerate(zip(values, self._values, strict=True)):
                 if not _same(now, before):
                     return (
-                        self._named[i][0] if i < len(self._named) else "unscale_, a group or a hook"
+                        self._named[i][0] if i < len(self._named) else "unscale_, a list or a hook"
                     )
             self._values = values
         memory = self._memory_now()

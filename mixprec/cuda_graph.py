@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import compress
@@ -23,6 +24,7 @@ from .optim._base import Optimizer
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
+_here = threading.local()
 _OFTEN = 3  # calls in a row that find a change, after which a warning names it
 
 
@@ -54,16 +56,17 @@ def graphed(step: Step, *, warmup: int = 3) -> Step:
     on a GPU, `step` runs as it is.
 
     A replay runs no Python. The modules, optimizers and scalers that `step` calls are found while
-    it runs, and before each replay their parameters, buffers, states, settings and other plain
-    attributes, and the regions around the call, are compared with those at the capture. After a
-    change (train and eval, a loaded optimizer, a frozen parameter, a new group, weight_decay) the
-    call runs as it is and the next one captures again; a warning names what changes in each call.
-    The lr of mixprec's optimizers may: it is written to the device. Whatever else `step` reads,
-    such as a tensor in a global variable, must be written in place.
+    it runs, and before each replay their parameters, buffers, states, settings and attributes that
+    are numbers, functions, lists or dicts, and the regions around the call, are compared with those
+    at the capture. After a change (train and eval, a loaded optimizer, a frozen parameter, a new
+    group, weight_decay) the call runs as it is and the next one captures again; a warning names
+    what changes in each call. The lr of mixprec's optimizers may: it is written to the device.
+    Whatever else `step` reads, such as a tensor in a global variable, must be written in place.
 
     RuntimeError, with the reason, for what cannot be captured: `.item()` and other waits for the
-    device, a learning rate scheduler inside `step`, release_gradients, `reuse_weights` or
-    torch.autocast with its cache around `step`, a scale on the CPU. warmup: 1 or more.
+    device, random numbers of the CPU, a learning rate scheduler inside `step`, release_gradients,
+    `reuse_weights` or torch.autocast with its cache around `step`, a scale on the CPU. warmup: 1 or
+    more.
     """
     if not callable(step):
         raise TypeError(f"graphed: step must be a function, got {type(step).__name__}")
@@ -84,13 +87,15 @@ class _Graphed:
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            raise RuntimeError("graphed: step must not call a graphed function: graph it alone")
         if (inputs := self._inputs) is None:
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
             device = next((x.device for x in tensors if x.is_cuda), None)
             if device is None:
                 return self._step(*args, **kwargs)
             self._inputs = inputs = _Inputs(args, kwargs, device)
-            self._stream = torch.cuda.Stream(device)
+            self._stream = _stream(device)
         leaves = inputs.checked(args, kwargs)
         change = None
         if self._users is not None and self._left <= 0:
@@ -139,6 +144,15 @@ class _Graphed:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """That of all captures of this thread: what autograd keeps of a parameter belongs to the stream
+    that used it first, and a capture of another one would leave it out."""
+    streams: dict[torch.device, torch.cuda.Stream] = vars(_here).setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
+
+
 def _warn(change: str) -> None:
     warnings.warn(
         f"graphed: step runs without a graph, because {change} changes from call to call; what it "
@@ -181,7 +195,8 @@ class _Inputs:
             got = x
             if isinstance(x, torch.Tensor):  # without a call of Python for each
                 got = (x.dtype, x.shape, stride_of(x), x.device, x.requires_grad)
-            if got != expected:
+            # 0.0 and -0.0 are equal, NaN is not; so are 1, 1.0 and True.
+            if got != expected if type(got) is tuple else repr(got) != repr(expected):
                 raise ValueError(
                     f"graphed: inputs[{i}] must be {expected} as in the first call, got {got}: a "
                     "graph has fixed shapes; graph step again for others, or call it as it is"
@@ -235,10 +250,16 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as those that pin memory, go on.
         capture = torch.cuda.graph(self._graph, None, stream, "thread_local")
+        drawn = torch.default_generator.get_state()
         errors: list[Exception] = []  # the first one: a capture that has failed cannot be ended
         try:
             with torch.cuda.stream(stream), self._with_rates(), capture, _kept(errors):
                 result = step(*args, **kwargs)
+                if not torch.equal(torch.default_generator.get_state(), drawn):
+                    raise RuntimeError(
+                        "it draws random numbers on the CPU, which a replay would not: draw them "
+                        "on the GPU, or outside"
+                    )
         except Exception as error:
             for p, grad in zip(self._params, before, strict=True):
                 p.grad = grad

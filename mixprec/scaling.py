@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUFFERS", "after_step", "follow", "forget", "has_state", "keep_fp32", "loadable"]
 __all__ += ["plain_state_dict", "reset", "runs_on_no_data", "set_automatic_updates"]
+__all__ += ["updates_automatically"]
 __all__ += ["update_scales"]
 
 # Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
@@ -90,6 +91,11 @@ def runs_on_no_data() -> bool:
     while frame is not None and frame.f_code is not infer.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def updates_automatically() -> bool:
+    """What `set_automatic_updates` was last told."""
+    return _automatic
 
 
 def set_automatic_updates(enabled: bool) -> None:

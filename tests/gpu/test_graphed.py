@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import mixprec
+from mixprec import scaling
 from mixprec.recipes import RECIPES
 
 STEPS = 9
@@ -271,6 +272,18 @@ def write_without_a_trace(run: Run) -> None:
     run.optimizer.reload_model_params()
 
 
+def replace_state(run: Run) -> None:
+    """Other dicts with copies in them, as code that moves states does."""
+    state = run.optimizer.state
+    for p, values in list(state.items()):
+        state[p] = {k: v.clone() if torch.is_tensor(v) else v for k, v in values.items()}
+
+
+def replace_group(run: Run) -> None:
+    groups = run.optimizer.param_groups
+    groups[0] = dict(groups[0], weight_decay=0.5)
+
+
 # What a call that finds the change costs: runs of the step's Python; 0 if the graph stays.
 CHANGES: dict[str, tuple[Change, int]] = {
     "lr": (set_groups("lr", 0.5), 0),
@@ -290,6 +303,9 @@ CHANGES: dict[str, tuple[Change, int]] = {
     "data": (scaled_data, 2),
     "data in place": (write_without_a_trace, 2),
     "group": (add_group, 2),
+    "another group": (replace_group, 2),
+    "another list": (lambda run: run.optimizer.param_groups[0].update(params=[]), 2),
+    "another state": (replace_state, 2),
     "another layer": (lambda run: setattr(run.model, "head", copy.deepcopy(run.model.head)), 2),
     "another recipe": (lambda run: setattr(run.model.up, "recipe", "bf16"), 2),
     "hook": (lambda run: run.model.up.register_forward_hook(lambda m, args, y: y * 0.5), 2),
@@ -431,6 +447,12 @@ def refused_body(kind: str) -> Callable[[Run, torch.Tensor], Any]:
             run.scheduler.step()
         if kind == "sync" and loss.item() > 1e9:
             return None
+        if kind == "draw":
+            loss = loss * torch.rand(()).item()
+        if kind == "seed":
+            torch.cuda.manual_seed(7)
+        if kind == "nested":
+            mixprec.graphed(lambda y: y * 2)(loss.detach())
         return {"number": loss.item, "cpu": loss.cpu}.get(kind, lambda: loss)()
 
     return body
@@ -443,6 +465,9 @@ REFUSED = {
     "scheduler": "it calls a learning rate scheduler",
     "number": "must return tensors on the GPU or None, got [0-9.]+",
     "cpu": "must return tensors on the GPU or None, got .*cpu",
+    "draw": "it draws random numbers on the CPU",
+    "seed": "it calls torch.cuda.manual_seed, .*preserve_rng_state=False",
+    "nested": "step must not call a graphed function",
     "release_gradients": "release_gradients=True decides on the host",
     "scaler": "the scale of a GradScaler is on the CPU",
     "reuse_weights": "enter it inside",
@@ -481,6 +506,65 @@ def test_refusals(kind: str, device: torch.device) -> None:
         assert run.state() == run.found
         run.train(x)
         assert run.state() != run.found
+
+
+def test_two_graphs_add_to_the_same_gradients(device: torch.device) -> None:
+    def gradients(wrap: Callable[[Any], Any]) -> list[bytes]:
+        w = nn.Parameter(torch.ones(4, device=device))
+        w.grad = torch.zeros_like(w)
+        steps = [wrap(lambda x, by=by: (w * x * by).sum().backward()) for by in (1, 3)]
+        found = []
+        for i in range(8):
+            steps[i % 2](torch.full((4,), 0.1 * i, device=device))
+            found.append(bits(w.grad))
+        return found
+
+    assert gradients(lambda step: mixprec.graphed(step, warmup=1)) == gradients(lambda step: step)
+
+
+def test_containers_and_functions_of_modules(device: torch.device) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.act(super().forward(x)) * self.factors[0] * self.named["by"]
+            return y
+
+    def run(wrap: Callable[[Any], Any]) -> list[bytes]:
+        torch.manual_seed(0)
+        model = Scaled(4, 4).to(device)
+        model.act, model.factors, model.named = torch.relu, [1.0], {"by": 1.0}
+        step, x, found = wrap(lambda x: model(x).sum()), torch.ones(2, 4, device=device), []
+        changes = {
+            3: lambda: model.factors.__setitem__(0, 2.0),
+            6: lambda: model.named.update(by=3.0),
+            9: lambda: setattr(model, "act", torch.tanh),
+        }
+        for i in range(12):
+            changes.get(i, lambda: None)()
+            found.append(bits(step(x)))
+        return found
+
+    assert run(lambda step: mixprec.graphed(step, warmup=1)) == run(lambda step: step)
+
+
+def test_automatic_updates_are_a_setting(device: torch.device) -> None:
+    change: Change = lambda run: scaling.set_automatic_updates(False)  # noqa: E731
+    back: Change = lambda run: scaling.set_automatic_updates(True)  # noqa: E731
+    try:
+        both(device, {4: change, 7: back}, recipe="fp8-delayed", dtype=torch.bfloat16)
+    finally:
+        scaling.set_automatic_updates(True)
+
+
+def test_constants_are_compared_by_type_and_sign(device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    for first, other in ((1, True), (1, 1.0), (0.0, -0.0)):
+        step = mixprec.graphed(lambda x, k: x * k, warmup=1)
+        for _ in range(3):
+            step(x, first)
+        with pytest.raises(ValueError, match=r"inputs\[1\] must be"):
+            step(x, other)
+    step = mixprec.graphed(lambda x, k: x * k, warmup=1)
+    assert all(step(x, float("nan")).isnan().all() for _ in range(3))
 
 
 def test_inputs(device: torch.device) -> None:

@@ -41,7 +41,7 @@ act_backward_op(Tensor g, Tensor x, MaybeTensor up, Text kind, ScalarType type, 
   up = checked_up(up, x, "act_backward");
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale, record};
   CastOnDevice dx = allocated("act_backward", x, cast, device), dup = {};
-  cast.scale = cast.record = std::nullopt;  // they are dx's
+  cast.scale.reset(), cast.record.reset();  // they are dx's
   if (up.has_value()) dup = allocated("act_backward", x, cast, device);
   check_launch(act_backward(floats(g), floats(x), floats(up), activation, dx.args,
                             up.has_value() ? &dup.args : nullptr, device),

@@ -69,9 +69,9 @@ def quantize(device: str) -> Iterator[Arguments]:
             yield [x if (i + j) % 2 else bad, dtype, given, False, "tensor", True]
         for dtype in LOW[:2]:
             yield [x.bfloat16(), dtype, None, True, "tensor", True]
-            given = x.bfloat16(), dtype, tensor(device, 2.0), True, "tensor", True
-            yield [*given]
-            yield [*given, tensor(device, -1.0)]
+            scaled = [x.bfloat16(), dtype, tensor(device, 2.0), True, "tensor", True]
+            yield scaled
+            yield [*scaled, tensor(device, -1.0)]
     yield [shifted(awkward(device)), LOW[0], tensor(device, 1.0), False, "tensor", True]
     yield from _quantize_by_blocks(device)
 
