@@ -87,8 +87,6 @@ class _Graphed:
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._cuda_isCurrentStreamCapturing():
-            raise RuntimeError("graphed: step must not call a graphed function: graph it alone")
         if (inputs := self._inputs) is None:
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
             device = next((x.device for x in tensors if x.is_cuda), None)
@@ -96,6 +94,8 @@ class _Graphed:
                 return self._step(*args, **kwargs)
             self._inputs = inputs = _Inputs(args, kwargs, device)
             self._stream = _stream(device)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            raise RuntimeError("graphed: step must not call a graphed function: graph it alone")
         leaves = inputs.checked(args, kwargs)
         change = None
         if self._users is not None and self._left <= 0:

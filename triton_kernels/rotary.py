@@ -123,12 +123,20 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 def rotary(args: Any) -> torch.Tensor:
     parts = [None if part is None else _dense_rows(part) for part in args[:3]]
-    x = args.x
+    heads, x = sum(part.shape[1] for part in parts if part is not None), args.x
     B, _, T, D = x.shape
+    y = torch.empty((B, T, heads, D), dtype=x.dtype, device=x.device).transpose(1, 2)
+    _launch(parts, args, y)
+    return y
+
+
+def rotary_(args: Any) -> None:
+    _launch([args.x, None, None], args, args.x)
+
+
+def _launch(parts: list[torch.Tensor | None], args: Any, y: torch.Tensor) -> None:
+    x, (B, _, T, D) = args.x, args.x.shape
     heads = tuple(0 if part is None else part.shape[1] for part in parts)
-    y = args.out
-    if y is None:
-        y = torch.empty((B, T, sum(heads), D), dtype=x.dtype, device=x.device).transpose(1, 2)
     tables = [_dense_rows(table) for table in (args.cos, args.sin)]
     strides = [(0, 0, 0) if part is None else part.stride()[:3] for part in parts]
     strides.append(y.stride()[:3])
@@ -142,4 +150,3 @@ def rotary(args: Any) -> torch.Tensor:
                 SOFT_CAST=soft_cast(x.device, x.dtype), HEADS=HEADS, PAIRS=PAIRS, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
-    return y if args.out is None else y.new_empty((0,))

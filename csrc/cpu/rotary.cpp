@@ -48,12 +48,9 @@ class Table {
   bool full_;
 };
 
-}  // namespace
-
-// x, k, v [B, H, T, D], cos and sin fp32 [T, D/2] or [T, D] or [B, T, ...] -> [B, sum of H, T, D],
-// or [0] if that goes to out, which may lie where x, k and v do
-Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bool interleaved,
-              bool inverse, MaybeTensor out) {
+// To `out`, which may be x; a new tensor without.
+Tensor rotated(const Tensor& x, const MaybeTensor& k, const MaybeTensor& v, const Tensor& cos,
+               const Tensor& sin, bool interleaved, bool inverse, const MaybeTensor& out) {
   Dtype dtype = float_dtype(x, "rotary: x");
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0, "rotary: x must be [B, H, T, D], D even");
   int64_t batch = x.size(0), positions = x.size(2), d = x.size(3), heads = 0;
@@ -78,7 +75,7 @@ Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bo
   auto by = y.strides();
   STD_TORCH_CHECK(y.scalar_type() == x.scalar_type() && y.dim() == 4 && y.size(0) == batch &&
                       y.size(1) == heads && y.size(2) == positions && y.size(3) == d && by[3] == 1,
-                  "rotary: out must be [B, sum of H, T, D] in x's dtype, with adjacent features");
+                  "rotary_: x must have adjacent features");
   void* to = y.mutable_data_ptr();
   for_each(batch * positions, heads * d, [&](int64_t i) {
     static thread_local Scratch scratch;
@@ -103,9 +100,25 @@ Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bo
       }
     }
   });
-  return out ? empty({0}, x.scalar_type()) : y;
+  return y;
+}
+
+}  // namespace
+
+// x, k, v [B, H, T, D], cos and sin fp32 [T, D/2] or [T, D] or [B, T, ...] -> [B, sum of H, T, D]
+Tensor rotary(Tensor x, MaybeTensor k, MaybeTensor v, Tensor cos, Tensor sin, bool interleaved,
+              bool inverse) {
+  return rotated(x, k, v, cos, sin, interleaved, inverse, std::nullopt);
+}
+
+// x <- x rotated
+void rotary_(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool inverse) {
+  rotated(x, std::nullopt, std::nullopt, cos, sin, interleaved, inverse, x);
 }
 
 }  // namespace mixprec::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) { m.impl("rotary", TORCH_BOX(&mixprec::cpu::rotary)); }
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("rotary", TORCH_BOX(&mixprec::cpu::rotary));
+  m.impl("rotary_", TORCH_BOX(&mixprec::cpu::rotary_));
+}

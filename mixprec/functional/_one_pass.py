@@ -10,6 +10,7 @@ from .._context import context
 from ..ops._dispatch import checks
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
+from ..ops.attention import rotary_in_place_op
 from ..ops.attention import rotary_op as rotated
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
@@ -116,7 +117,7 @@ class _RotaryQKV(torch.autograd.Function):
         sizes = (heads, kv_heads, kv_heads)
         turned = x.split(sizes, 1)
         if inplace:
-            rotated(*turned[:2], None, cos, sin, interleaved, False, x[:, : heads + kv_heads])
+            rotary_in_place_op(x[:, : heads + kv_heads], cos, sin, interleaved, False)
         else:
             turned = rotated(*turned, cos, sin, interleaved, False).split(sizes, 1)
         # Not views: they are what the function computes, and may be written to.

@@ -203,7 +203,8 @@ def _convert(
         for fqn, layer_recipe in chosen.items()
         if not kinds.takes_outliers(layers[fqn])
     }
-    taken = {fqn: take_parallel(layers[fqn], fqn) for fqn in chosen}
+    own = [fqn for fqn in chosen if "forward" in vars(layers[fqn])]
+    taken = {fqn: take_parallel(layers[fqn], fqn) for fqn in own}
     for fqn in chosen:
         if is_fully_sharded(layers[fqn]) and not isinstance(layers[fqn], Layer):
             raise ValueError(
@@ -224,7 +225,7 @@ def _convert(
             module.recipe, module._path = layer_recipe, fqn
         elif (kind := kinds.layer_for(module)) is not None:
             kind._of(module, layer_recipe, fqn)
-        if (parallel := taken[fqn]) is not None:
+        if (parallel := taken.get(fqn)) is not None:
             replace(parallel)
         if isinstance(module, Layer):
             module._is_override = layer_recipe not in (recipe, recipe.without_outliers)

@@ -4,7 +4,7 @@ from ._dispatch.backends import use_backend
 from ._dispatch.simulation import simulate
 from ._reference.rounding import export_master, join_master
 from .act_quantize import act_quantize
-from .attention import attention, attention_backward, rotary
+from .attention import attention, attention_backward, rotary, rotary_
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
@@ -42,6 +42,7 @@ __all__ = [
     "pack",
     "quantize",
     "rotary",
+    "rotary_",
     "scale_from_amax_",
     "sgd_",
     "simulate",

@@ -126,7 +126,7 @@ def _check_backward(
 def _fake_backward(
     x: torch.Tensor, up: torch.Tensor | None, cast: Cast
 ) -> tuple[torch.Tensor, ...]:
-    dup = _no_cast(x, cast.dtype) if up is None else casts.fake(x, cast)
+    dup = _no_cast(x, cast.dtype) if up is None else casts.fake(x, cast._replace(record=None))
     return *casts.fake(x, cast), *dup
 
 

@@ -123,6 +123,7 @@ def _check_operands(
     if mask is None:
         return
     sizes: tuple[int, ...] = (b, h, q.shape[2], k.shape[2])
+    checks.is_tensor(op, "mask", mask)
     if mask.dim() == 4:  # one of all batches or heads
         sizes = (*(1 if mask.shape[i] == 1 else n for i, n in enumerate(sizes[:2])), *sizes[2:])
     allowed = (torch.bool, torch.float32, q.dtype)
@@ -223,7 +224,7 @@ def attention_backward(
 
 
 def rotary_reference(args: Any) -> torch.Tensor:
-    first, k, v, cos, sin, interleaved, inverse, out = args
+    first, k, v, cos, sin, interleaved, inverse = args
     half = first.shape[3] // 2
 
     def of_pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,15 +246,20 @@ def rotary_reference(args: Any) -> torch.Tensor:
         return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(first.dtype)
 
     parts = [rotated(x) for x in (first, k) if x is not None] + [x for x in (v,) if x is not None]
-    result = torch.cat(parts, 1)
-    if out is None:
-        return rows_first(result, first.dtype)
-    out.copy_(result)
-    return first.new_empty((0,))
+    return rows_first(torch.cat(parts, 1), first.dtype)
+
+
+def rotary_reference_(args: Any) -> None:
+    x, *rest = args
+    x.copy_(rotary_reference(rotary_op.Args(*(x, None, None, *rest))))
 
 
 def _check_rotary(args: Any) -> None:
-    op, first, cos = "rotary", args.x, args.cos
+    _check_parts("rotary", args)
+
+
+def _check_parts(op: str, args: Any) -> None:
+    first, cos = args.x, args.cos
     for name, x in (("x", first), ("k", args.k), ("v", args.v)):
         checks.matches(op, name, x, checks.FLOATS if x is first else (first.dtype,), first)
         if x is None:
@@ -269,30 +275,35 @@ def _check_rotary(args: Any) -> None:
     meaning, fp32 = "[T, D/2] or [T, D], or such for each of B", (torch.float32,)
     checks.matches(op, "cos", cos, fp32, first, (*samples, t, n), meaning)
     checks.matches(op, "sin", args.sin, fp32, first, cos.shape, "that of cos")
-    if args.out is not None:
-        heads = sum(t.shape[1] for t in (first, args.k, args.v) if t is not None)
-        checks.matches(op, "out", args.out, (first.dtype,), first, (b, heads, t, d), "[B, H, T, D]")
-        checks.is_writable(op, "out", args.out)
-        if args.out.stride(3) != 1:
-            raise ValueError(f"{op}: out must have adjacent features, got {args.out.stride()}")
 
 
-def _fake_rotary(
-    x: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    if out is not None:
-        return x.new_empty((0,))
+def _check_rotary_(args: Any) -> None:
+    x, *rest = args
+    _check_parts("rotary_", rotary_op.Args(*(x, None, None, *rest)))
+    checks.is_writable("rotary_", "x", x)
+    if x.stride(3) != 1:
+        raise ValueError(f"rotary_: x must have adjacent features, got strides {x.stride()}")
+
+
+def _fake_rotary(x: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
     heads = sum(t.shape[1] for t in (x, k, v) if t is not None)
     return x.new_empty((x.shape[0], x.shape[2], heads, x.shape[3])).transpose(1, 2)
 
 
 rotary_op = Op(
     "rotary",
-    "(Tensor x, Tensor? k, Tensor? v, Tensor cos, Tensor sin, bool interleaved, bool inverse, "
-    "Tensor(a!)? out=None) -> Tensor",
+    "(Tensor x, Tensor? k, Tensor? v, Tensor cos, Tensor sin, bool interleaved, bool inverse)"
+    " -> Tensor",
     reference=rotary_reference,
     fake=_fake_rotary,
     check=_check_rotary,
+    triton="rotary",
+)
+rotary_in_place_op = Op(
+    "rotary_",
+    "(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> ()",
+    reference=rotary_reference_,
+    check=_check_rotary_,
     triton="rotary",
 )
 
@@ -306,7 +317,6 @@ def rotary(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     inverse: bool = False,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the pairs of features of x and k rotated, and v, one behind the other: [B, H, T, D].
 
@@ -316,10 +326,21 @@ def rotary(
     x, k, v: [B, H_x, T, D], [B, H_k, T, D] and [B, H_v, T, D] of one dtype, fp32, bf16 or fp16, any
     strides. cos, sin: fp32 [T, D], [1, T, D] or [B, T, D], a factor for each feature; or of D/2,
     one for both features of a pair. H is H_x + H_k + H_v; the result lies in memory as
-    [B, T, H, D], or is written to out, with D adjacent, which may be the memory of x, k and v, each
-    in its place, and is returned. mixprec.functional.rotary says more, and has a derivative.
-    TypeError or ValueError names an invalid argument.
+    [B, T, H, D]. mixprec.functional.rotary says more, and has a derivative. TypeError or ValueError
+    names an invalid argument.
     """
-    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, k, v, cos, sin, out)
-    result = rotary_op(x, k, v, cos, sin, interleaved, inverse, out)
-    return result if out is None else out
+    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, k, v, cos, sin)
+    return rotary_op(x, k, v, cos, sin, interleaved, inverse)
+
+
+def rotary_(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    *,
+    inverse: bool = False,
+) -> None:
+    """`rotary` of x alone, in its memory, in which features are adjacent."""
+    checks.needs_no_grad("rotary_", "use mixprec.functional.rotary_qkv", x, cos, sin)
+    rotary_in_place_op(x, cos, sin, interleaved, inverse)

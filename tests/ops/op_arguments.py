@@ -63,10 +63,14 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         k, v = (tensor((q.shape[0], 2, 7, 8), dtype, arrangement) for _ in range(2))
         results = OPS["attention"].handle()(q, k, v, True, 0.25)
         more = (q.clone(), q, k, v, *results) if op != "attention" else (q, k, v)
-        return *more, True, 0.25
+        return *more, True, 0.25, torch.arange(5)[:, None] >= torch.arange(7).view(1, 1, 1, 7) - 2
     if op == "rotary":
         q, k, v = (tensor((2, n, 5, 8), dtype, arrangement) for n in (3, 2, 1))
-        return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False, None
+        return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False
+    if op == "rotary_":
+        x = tensor((2, 3, 5, 8), dtype, arrangement)
+        x = x if x.stride(3) == 1 else x.contiguous()
+        return x, one.expand(5, 4), one.expand(5, 4), False, False
     if op in ("gemm_grouped", "gemm_grouped_accumulate_"):
         first = min(1, len(x))
         offs = torch.tensor([first, first, len(x)], dtype=torch.int32)

@@ -13,7 +13,7 @@ from ...formats import FORMATS, Format
 from ...ops._reference import scale_layout
 from ...ops._reference.block_formats import BLOCK_FORMATS, BlockFormat, name_of
 from ...ops.act_quantize import act_backward_op, act_quantize_op
-from ...ops.attention import attention_backward_op, attention_op, rotary_op
+from ...ops.attention import attention_backward_op, attention_op, rotary_in_place_op, rotary_op
 from ...ops.cross_entropy import cross_entropy_backward_op, cross_entropy_op
 from ...ops.dequantize import dequantize_mx_op, dequantize_op
 from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
@@ -118,9 +118,8 @@ def _norm_quantize(c: _InFp32) -> Results:
     return [*_cast(c, y), total if total.numel() else None, mean, rstd]
 
 
-def _rotary(c: _InFp32) -> Results:
-    """Without `out`, which may be the memory of the others."""
-    return [rotary_op(c.x, c.k, c.v, c.cos, c.sin, c["interleaved"], c["inverse"])]
+def _rotary_in_place(c: _InFp32) -> Results:
+    return [rotary_op(c.x, None, None, c.cos, c.sin, c["interleaved"], c["inverse"])]
 
 
 def _groups(c: _InFp32) -> torch.Tensor:
@@ -214,7 +213,7 @@ _OURS: dict[Any, Rule] = {
     gemm_grouped_accumulate_op: lambda c: [c.acc + _groups(c)],
     attention_op: _attention,
     attention_backward_op: _attention_backward,
-    rotary_op: _rotary,
+    rotary_in_place_op: _rotary_in_place,
 }
 _TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,
@@ -225,7 +224,7 @@ _TORCHS: dict[Any, Rule] = {
     aten.max_pool2d_with_indices: _max_pool,
 }
 # Of FP32, by the op itself.
-_SAME = (cross_entropy_op, cross_entropy_backward_op, norm_backward_op)
+_SAME = (cross_entropy_op, cross_entropy_backward_op, rotary_op, norm_backward_op)
 # Batch norm writes its running statistics, which its schema does not say.
 WRITES_MORE = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 _OPAQUE = {

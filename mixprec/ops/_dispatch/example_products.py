@@ -154,9 +154,14 @@ def rotary(device: str) -> Iterator[Arguments]:
                     yield [x, None, None, *tables, interleaved, False]
                     yield [x, None, None, *tables, interleaved, True]
                     yield [*qkv, *tables, interleaved, True]
-                    own = packed.to(dtype, copy=True)  # rotated in its own memory
-                    parts = own.split(heads // 3, 1)
-                    yield [*parts[:2], None, *tables, interleaved, False, own[:, : heads // 3 * 2]]
+
+
+def rotary_(device: str) -> Iterator[Arguments]:
+    """q and k of a tensor that has v, too."""
+    for x, k, v, *rest in rotary(device):
+        if k is not None and v is not None:
+            own = torch.cat((x, k, v), 1).transpose(1, 2).contiguous().transpose(1, 2)
+            yield [own[:, : 2 * x.shape[1]], *rest]
 
 
 GROUPED_ROWS = ((48, 144, 32), (45, 143, 31))  # S, K, N

@@ -167,7 +167,7 @@ def loaded() -> list[str]:
 
     # Instead of a GPU; those that are torch's functions there; those of Triton and torch alone; and
     # those of torch alone.
-    others = {"gemm_simulated", "attention", "attention_backward", "rotary"}
+    others = {"gemm_simulated", "attention", "attention_backward", "rotary", "rotary_"}
     others |= {"gemm_grouped", "gemm_grouped_accumulate_"}
     others |= {"cross_entropy", "cross_entropy_backward"}
     without = [name for name in OPS if name not in others and not library.has_cuda_kernel(name)]

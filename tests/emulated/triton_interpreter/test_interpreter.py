@@ -169,6 +169,10 @@ def test_rotary(poisoned: None, dtype: torch.dtype, interleaved: bool) -> None:
             got = run(*args)
             ind.assert_same_bits(got, want(*args))
             assert got.transpose(1, 2).is_contiguous()
+            own, rest = x.clone(), (cos, sin, interleaved, inverse)
+            launcher("rotary_")(own[:, :-1], *rest)  # in its own memory, v left as it is
+            ind.assert_same_bits(own[:, :-1], want(x[:, :-1], None, None, *rest))
+            ind.assert_same_bits(own[:, -1:], x[:, -1:])
 
 
 REFERENCES = {
