@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch import autocast, checks
+from ._dispatch import autocast, checks, self_check
 from ._dispatch.op import Op
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -305,6 +305,7 @@ rotary_in_place_op = Op(
     reference=rotary_reference_,
     check=_check_rotary_,
     triton="rotary",
+    examples=self_check.examples("rotary_in_place"),
 )
 
 

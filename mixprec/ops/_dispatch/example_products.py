@@ -156,12 +156,12 @@ def rotary(device: str) -> Iterator[Arguments]:
                     yield [*qkv, *tables, interleaved, True]
 
 
-def rotary_(device: str) -> Iterator[Arguments]:
-    """q and k of a tensor that has v, too."""
+def rotary_in_place(device: str) -> Iterator[Arguments]:
+    """Heads of a tensor that has others, too."""
     for x, k, v, *rest in rotary(device):
         if k is not None and v is not None:
             own = torch.cat((x, k, v), 1).transpose(1, 2).contiguous().transpose(1, 2)
-            yield [own[:, : 2 * x.shape[1]], *rest]
+            yield [own[:, : 2 * x.shape[1] - 1], *rest]
 
 
 GROUPED_ROWS = ((48, 144, 32), (45, 143, 31))  # S, K, N
