@@ -269,7 +269,7 @@ def alone(
             sums = None
             for x, y in zip(*(t.chunk(micro) for t in part), strict=True):
                 used = params
-                if not cell.cast and ("fsdp" in cell.way or cell.way == "hsdp"):
+                if not cell.cast and (wide[step] or cell.way == "hsdp"):
                     used = {name: p.to(torch.bfloat16) for name, p in params.items()}
                 loss = train_ranks.loss_of(torch.func.functional_call(model, used, x), y)
                 grads = torch.autograd.grad(scaler.scale(loss), [*used.values()])
