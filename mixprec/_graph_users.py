@@ -202,10 +202,10 @@ class Users:
         for o in self.optimizers:
             owned += [(vars(o), "state"), (vars(o), "param_groups")]
             owned += [(group, "params") for group in o.param_groups]
-            owned += [(o.state, p) for p in o.state]
         self._named += [("an optimizer's state or group", *each) for each in owned]
         self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
-        self._lists = [entries for _, entries in places if isinstance(entries, list)]
+        self._lists: list[Any] = [x for _, x in places if isinstance(x, list)]
+        self._lists += [o.state.values() for o in self.optimizers]
         self._lists += [hooks for m in self.modules for hooks in _hooks(m)]
         self._values, self._regions = self._now(), _regions()
         self._classes = list(map(type, self.modules))

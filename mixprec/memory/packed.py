@@ -199,9 +199,10 @@ class Packer:
         counters = count(counter)
 
         def make(x: torch.Tensor, bits: int) -> Codes:
-            if self.seed is None:
+            offset = _offset(x)
+            if self.seed is None and offset is None:
                 self.seed = int(torch.randint(2**62, (), device="cpu"))
-            return Codes(x, bits, self.seed, next(counters), _offset(x))
+            return Codes(x, bits, self.seed or 0, next(counters), offset)
 
         pieces = form.encode(t.as_strided((t.numel(),), (1,)) if form.flat else t, make)
         return Parts(form, pieces, counter, sequence)

@@ -304,7 +304,10 @@ CHANGES: dict[str, tuple[Change, int]] = {
     "data in place": (write_without_a_trace, 2),
     "group": (add_group, 2),
     "another group": (replace_group, 2),
-    "another list": (lambda run: run.optimizer.param_groups[0].update(params=[]), 2),
+    "another list": (
+        lambda run: set_groups("params", run.optimizer.param_groups[0]["params"][1:])(run),
+        2,
+    ),
     "another state": (replace_state, 2),
     "another layer": (lambda run: setattr(run.model, "head", copy.deepcopy(run.model.head)), 2),
     "another recipe": (lambda run: setattr(run.model.up, "recipe", "bf16"), 2),
