@@ -52,7 +52,7 @@ FULL = {
     SMALL["context"]: CONTEXT,
     _TOKENS: BATCH * CONTEXT,
     **{n * SMALL["width"]: n * WIDTH for n in (1, 3, 4)},
-    **{n * _HEADS: n * WIDTH // HEAD for n in (1, 3)},
+    **{n * _HEADS: n * WIDTH // HEAD for n in (1, 2, 3)},
     **{n: n for n in (1, 3, HEAD // 2, HEAD, 256)},  # 256: bytes
 }
 FEW = 1024  # bytes of a tensor that is a few numbers in either
@@ -137,12 +137,18 @@ def _size(x: torch.Tensor) -> int:
 
 
 def launches_of(op: Op) -> int:
-    """How often the launcher of an op's Triton kernel launches, in its source."""
+    """How often the launcher of an op's Triton kernel launches, in its source: itself, and in the
+    functions of that file that it calls."""
     source = Path(mixprec.__file__).parent / "triton_kernels" / f"{op.triton}.py"
-    tree = ast.parse(source.read_text())
-    launcher = next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == op.name)
-    calls = [node for node in ast.walk(launcher) if isinstance(node, ast.Call)]
-    return sum(isinstance(call.func, ast.Subscript) for call in calls)
+    body = ast.parse(source.read_text()).body
+    functions = {f.name: f for f in body if isinstance(f, ast.FunctionDef)}
+
+    def launches(name: str) -> int:
+        called = [n.func for n in ast.walk(functions[name]) if isinstance(n, ast.Call)]
+        names = [f.id for f in called if isinstance(f, ast.Name) and f.id in functions]
+        return sum(isinstance(f, ast.Subscript) for f in called) + sum(map(launches, names))
+
+    return launches(op.name)
 
 
 @contextmanager
