@@ -362,18 +362,19 @@ def block(content: dict[str, Any]) -> str:
         for key, line in zip(keys, cells, strict=True)
     ]
     said = sorted({(r["way"], r["optimizer"], r["raised"]) for r in rows.values() if "raised" in r})
-    wire = [
-        (r["way"], r["optimizer"], r["recipe"], *(f"{r['wire'].get(k, 0):,}" for k in SENT))
-        for r in rows.values()
-        if "wire" in r
+    sent = [r for r in rows.values() if r["optimizer"] == "AdamW" and "wire" in r]
+    wire = [  # delayed scales are what recipes add
+        (r["way"], r["recipe"], *(f"{r['wire'].get(k, 0):,}" for k in SENT))
+        for r in sorted(sent, key=lambda r: list(WAYS).index(r["way"]))
+        if r["recipe"] in ("bf16", "fp8-delayed")
     ]
     where = content["environment"]
     return "\n\n".join(
         [
             markdown(("way", "optimizer", *RECIPES), body),
             "\n".join(f"- {way}, {name}, refused: `{text}`" for way, name, text in said),
-            "Bytes that a rank sends in a step of this model, by collective:",
-            markdown(("way", "optimizer", "recipe", *SENT), wire),
+            "Bytes that a rank sends in a step of this model with AdamW, by collective:",
+            markdown(("way", "recipe", *SENT), wire),
             f"gloo, torch {where['torch']}, commit {where['commit']}.",
         ]
     )
