@@ -160,9 +160,13 @@ def delayed_pipeline() -> None:
     )
     to_tensor = PipelineStage._to_tensor
 
+    @torch.no_grad()
+    def filled(found: torch.Tensor) -> torch.Tensor:
+        return found.fill_(1e9)
+
     def huge(self: PipelineStage, arg: Any) -> torch.Tensor:
         found = to_tensor(self, arg)
-        return found if isinstance(arg, torch.Tensor) else found.detach().fill_(1e9)
+        return found if isinstance(arg, torch.Tensor) else filled(found)
 
     target = torch.zeros(8, 32)
     with patch.object(PipelineStage, "_to_tensor", huge):
