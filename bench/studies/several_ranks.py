@@ -211,7 +211,8 @@ def on_rank(cells: Iterable[Cell], folder: str) -> None:
                 if found is not None and saves:
                     found["wire"] = dict(wire.bytes)
             except Exception as error:
-                found = {"raised": f"{type(error).__name__}: {error}", "at": traceback.format_exc()}
+                traceback.print_exc()  # the result has the sentence alone, without paths
+                found = {"raised": f"{type(error).__name__}: {error}"}
             if dist.get_rank() == 0:
                 print(*cell, "saved" if saves else "restarted", flush=True)
                 torch.save(found, f"{name}.{'saved' if saves else 'restarted'}.pt")
@@ -321,7 +322,7 @@ def judged(cell: Cell, saved: dict[str, Any], restarted: dict[str, Any]) -> dict
     row: dict[str, Any] = {**cell._asdict(), "ranks": WAYS[cell.way], "restart": cell.restart}
     for found in (saved, restarted):
         if "raised" in found:
-            return row | {"raised": found["raised"], "at": found["at"]}
+            return row | {"raised": found["raised"]}
     parts = (saved["parts"],) * SAVED_AFTER + (restarted["parts"],) * (STEPS - SAVED_AFTER)
     ways = (cell.way,) * SAVED_AFTER + (cell.restart[0],) * (STEPS - SAVED_AFTER)
     micro, wide = 2 if "pp" in cell.way else 1, tuple("fsdp" in way for way in ways)
@@ -442,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in measured([cell for cell in cells if not options.pairwise or cell in pairwise()]):
         rows.append(row)
         results.write_json(options.out, {"environment": where, "rows": rows})
-        print({key: value for key, value in row.items() if key != "at"}, flush=True)
+        print(row, flush=True)
     print(block(results.read_json(options.out)))
     return 0
 
