@@ -342,6 +342,12 @@ def rotary_(
     *,
     inverse: bool = False,
 ) -> None:
-    """`rotary` of x alone, in its memory, in which features are adjacent."""
+    """x <- the pairs of features of x rotated, in place; formula and tables: `rotary`.
+
+    x: [B, H, T, D], fp32, bf16 or fp16, D even and adjacent in memory, other strides any, such as
+    q and k of what one layer computes. cos, sin: fp32 [T, D], [1, T, D] or [B, T, D], or of D/2.
+    No derivative: RuntimeError for operands that require grad. TypeError or ValueError names an
+    invalid argument before anything is written.
+    """
     checks.needs_no_grad("rotary_", "use mixprec.functional.rotary_qkv", x, cos, sin)
     rotary_in_place_op(x, cos, sin, interleaved, inverse)

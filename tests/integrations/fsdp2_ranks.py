@@ -1,4 +1,4 @@
-"""A program for torchrun: FSDP2 by Accelerate, and by the Trainer, against a loop by hand.
+"""A program for torchrun: FSDP2 by Accelerate, against a loop by hand, and by the Trainer.
 
 torchrun --nproc-per-node 2 fsdp2_ranks.py FOLDER
 
@@ -19,7 +19,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from by_hand import assert_same_bits
 from test_transformers import LowPrecision, arguments, dataset, tiny_model
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import mixprec
 from mixprec.integrations.accelerate import attach
@@ -75,6 +75,22 @@ def by_accelerate(cast_by_hand: bool) -> tuple[Any, list[torch.Tensor]]:
     return model, norms
 
 
+def by_hand() -> tuple[Any, list[torch.Tensor]]:
+    model = mixprec.convert(tiny_model(), "bf16")
+    for module in model.modules():
+        if type(module).__name__ == WRAP:
+            fully_shard(module)
+    fully_shard(model)
+    mixprec.cast_parameters(model, BF16)
+    optimizer, norms = mixprec.optim.AdamW(model.parameters(), lr=1e-3, max_grad_norm=0.5), []
+    for step in range(3):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm.float())
+        optimizer.zero_grad()
+    return model, norms
+
+
 def make_trainer(sharded: bool) -> LowPrecision:
     settings: Any = arguments(FOLDER, max_steps=4, save_strategy="no")
     settings.fsdp, settings.fsdp_config, settings.fsdp_plugin_args = True, {"version": 2}, None
@@ -98,6 +114,9 @@ on_fsdp2()
 (model, norms), (other, other_norms) = by_accelerate(False), by_accelerate(True)
 assert_same_bits(whole(model), whole(other))
 assert norms == other_norms
+expected, expected_norms = by_hand()
+assert_same_bits(whole(model), whole(expected))
+assert norms == expected_norms
 AcceleratorState._reset_state()
 trained = train()
 assert all(bool(torch.isfinite(t).all()) for t in trained.values())

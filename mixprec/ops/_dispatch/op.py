@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -99,8 +100,7 @@ class Op:
 
         def take(name: str) -> Callable[[Args], Any]:
             if (group := _GROUPS.get(name)) is None:
-                i = self.arguments.index(name)
-                return lambda args: args[i] if i < len(args) else None
+                return operator.itemgetter(self.arguments.index(name))
             first = self.arguments.index(group._fields[0])
             return lambda args: group(*args[first : first + len(group._fields)])
 
@@ -110,7 +110,12 @@ class Op:
         if wanted == ("args",):
             return lambda *args: function(self.Args(*args))
         takes = [take(name) for name in wanted]
-        return lambda *args: function(*[take(self.Args(*args)) for take in takes])
+
+        def run(*args: Any) -> Any:
+            given = self.Args(*args)
+            return function(*[take(given) for take in takes])
+
+        return run
 
     def check(self, *args: Any) -> None:
         """Raise ValueError or TypeError for invalid arguments."""
