@@ -111,7 +111,7 @@ for _name, _granularity, _given, _times in _ON_CPU:
         case(
             f"quantize/{_name}/fresh-results",
             f"the same as quantize/{_name}, with results in memory that was not in use before",
-            times_faster(3.0),
+            times_faster(7.0),
             partial(
                 _workload, False, CPU_SHAPE, torch.float32, _granularity, _given, True, fresh=True
             ),
