@@ -30,6 +30,8 @@ def test_a_job_of_gpu_first(
             assert f"test_self_test[{kernels}-quantize]" in found.stdout, found.stdout
         return
     command = [word.replace("OUT", str(tmp_path)) for word in job.command]
+    if "--budget" in command:  # a slow machine may take its time
+        command[command.index("--budget") + 1] = "490"
     result = unattended.run(job._replace(command=command, limit=500.0), tmp_path)
     said = (tmp_path / f"{job.name}.txt").read_text()
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
