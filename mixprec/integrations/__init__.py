@@ -3,6 +3,7 @@
     from mixprec.integrations.transformers import Trainer
     from mixprec.integrations.accelerate import attach
     from mixprec.integrations.lightning import MixprecPrecision
+    from mixprec.integrations.torchtitan import MixprecConverter
 
 Importing this package imports none of them.
 """

@@ -230,13 +230,13 @@ try:
     import mixprec.integrations.{name}
 except ImportError as error:
     print(error)
-assert not {{"accelerate", "transformers", "lightning", "peft"}} & {{
+assert not {{"accelerate", "transformers", "lightning", "peft", "torchtitan"}} & {{
     name for name, module in sys.modules.items() if module is not None
 }}
 """
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "torchtitan", "transformers"])
 def test_an_absent_package_breaks_only_its_adapter(name: str) -> None:
     command = [sys.executable, "-c", WITHOUT.format(name=name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
