@@ -20,6 +20,7 @@ from ._derivatives import (
     on_backend_of_forward,
     result,
 )
+from ._gathered import Gathered
 from ._products import LOCAL, Gemms, Product, WeightLike, clips, grad_bias, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand, transposed
 
@@ -83,14 +84,13 @@ class _Linear(torch.autograd.Function):
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
-        qx = operands.cast_input(
-            rest_x,
-            recipe,
-            delayed,
-            use_t=need_w and grad_enabled,
-            grad_enabled=grad_enabled,
-            groups=over.x,
-        )
+        use_t = need_w and grad_enabled
+        if type(rest_x) is Gathered:
+            qx = rest_x.operand(recipe, name, use_t)
+        else:
+            qx = operands.cast_input(
+                rest_x, recipe, delayed, use_t=use_t, grad_enabled=grad_enabled, groups=over.x
+            )
         qw = quantized_weight or operands.cast(
             rest_w,
             "w",

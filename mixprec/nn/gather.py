@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import _said
 from .._local_gradients import has_run, is_fully_sharded, is_sharded
 from .._steps import after_steps
-from ..functional._gathered import GatheredWeight
+from ..functional._gathered import Gathered
 from ..functional.operands import Matrix, OperandCast, largest_of_all
 from ..ops._dispatch import checks
 from ..ops._dispatch.casts import Cast
@@ -159,7 +159,7 @@ class Shard(torch.Tensor):
         # On this stream: the other's memory may be written again by that of the gather.
         matrix = Matrix(codes, outputs[1] if scale_inv is None else scale_inv.clone())
         if out is None:
-            return GatheredWeight.make(matrix, recipe, param_dtype), ()
+            return Gathered.make(matrix, recipe, "w", codes.shape, param_dtype), ()
         out.matrix, out.recipe = matrix, recipe
         return None
 

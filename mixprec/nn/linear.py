@@ -7,7 +7,7 @@ import torch
 from .._local_gradients import local
 from ..functional import operands
 from ..functional._arguments import main_grad_of
-from ..functional._gathered import GatheredWeight
+from ..functional._gathered import Gathered
 from ..functional._linear import check_input, run_linear
 from ..functional._products import Product, listeners, split
 from ..functional.operands import Operand
@@ -22,8 +22,8 @@ def product_of(
     """What a linear layer brings for an input of `dtype`: its weight, which may be computed anew
     where it is read, as [N, K], the dtype of its output, and its count of clipped values."""
     out_dtype, delayed, quantized_weight, clipped = layer._state(dtype, weight.device, recipe)
-    if type(weight) is GatheredWeight:
-        quantized_weight = weight.operand(recipe, layer._path)
+    if type(weight) is Gathered:
+        quantized_weight = weight.operand(recipe, layer._path, torch.is_grad_enabled())
     outliers = layer._outliers() if recipe.has_outliers else None
     main_grad = getattr(weight, "main_grad", None)
     main_grad = None if main_grad is None else main_grad_of("linear", weight)

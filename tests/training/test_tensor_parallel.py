@@ -24,9 +24,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mixprec
 from mixprec.formats import E4M3, E5M2, FP16
+from mixprec.nn.parallel import PrepareFP8Input
 from mixprec.recipes import Recipe
 
 WIDTH, LENGTH, STEPS = 32, 6, 3
@@ -295,3 +297,83 @@ def reused() -> None:
 
 def test_weights_are_cast_once() -> None:
     on_ranks(2, reused)
+
+
+class Gathers(TorchDispatchMode):
+    """The bytes that a rank sends to gather in forward passes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_gather = func.namespace == "_c10d_functional" and "all_gather" in func.name()
+        if is_gather and torch._C._current_graph_task_id() == -1:
+            self.bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_in_fp8() -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    for recipe, dtype in (
+        *((recipe, torch.float32) for recipe in RECIPES),
+        *(("fp8", torch.bfloat16), ("fp8+gw-bf16", torch.float32)),
+    ):
+        found, sent = [], []
+        for prepare in (
+            PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            PrepareFP8Input(),
+        ):
+            block = mixprec.convert(make_model()[0].to(dtype), recipe)
+            plan = {
+                "norm": SequenceParallel(),
+                "mlp": prepare,
+                "mlp.0": ColwiseParallel(),
+                "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
+                "gate": RowwiseParallel(input_layouts=Shard(1), output_layouts=Shard(1)),
+            }
+            block = parallelize_module(block, mesh, plan)
+            # Of the first rank larger: the scale is that of both.
+            x = data(0, 0).chunk(2, 1)[rank].to(dtype).mul(4 - 3 * rank).requires_grad_()
+            with Gathers() as counted:
+                mlp = block.mlp(block.norm(x))
+            block(x).float().square().sum().backward()
+            with torch.no_grad():
+                found.append([mlp, x.grad, block(x), *whole(p.grad for p in block.parameters())])
+            sent.append(counted.bytes)
+        assert all(map(torch.equal, *found)), recipe
+        in_codes = recipe == "fp8"
+        assert sent[0] == x.nbytes
+        assert sent[1] == (x.numel() if in_codes else x.nbytes), "half of what bf16 sends"
+
+
+def other_readers() -> None:
+    mesh, x = init_device_mesh("cpu", (2,)), data(0, 0).chunk(2, 1)[dist.get_rank()]
+    with pytest.raises(ValueError, match=r"^PrepareFP8Input: layout must be a Shard, got R"):
+        PrepareFP8Input(Replicate())
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, 8)
+
+        def forward(self, *, hidden: torch.Tensor) -> torch.Tensor:
+            return self.up(hidden) * hidden.to_local().sum()
+
+    plan = {"": PrepareFP8Input(argument="hidden"), "up": ColwiseParallel()}
+    model = parallelize_module(mixprec.convert(Reads(), "fp8"), mesh, plan)
+    with pytest.raises(RuntimeError, match=r"PrepareFP8Input have gathered is there as FP8 codes"):
+        model(hidden=x)
+    model = parallelize_module(nn.Sequential(make_model()[0].mlp), mesh, {"0": PrepareFP8Input()})
+    parallelize_module(mixprec.convert(model, "fp8"), mesh, {"0.0": ColwiseParallel()})
+    with (
+        mixprec.autocast(recipe="mxfp8"),
+        pytest.raises(RuntimeError, match=r"a layer: its input was gathered in 8 bits for recipe fp8"),
+    ):
+        model(x)
+
+
+def test_the_input_is_gathered_in_fp8() -> None:
+    on_ranks(2, gathered_in_fp8)
+
+
+def test_what_reads_the_input_otherwise_is_an_error() -> None:
+    on_ranks(2, other_readers)
