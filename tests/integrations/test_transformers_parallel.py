@@ -185,3 +185,22 @@ def test_converted_and_back(tmp_path: Path) -> None:
     for family in ("mixtral", "llama"):
         make_model(family).save_pretrained(tmp_path / family)
     on_ranks(2, changed, folder=tmp_path)
+
+
+def compiled(folder: Path) -> None:
+    tokens = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    for recipe in ("fp8", "fp8-delayed"):
+        found: list[list[torch.Tensor]] = []
+        for run in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+            model = mixprec.convert(split(folder), recipe)
+            loss = run(model)(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            grads = (p.grad for p in model.parameters())
+            found.append([loss, *(getattr(g, "full_tensor", lambda g=g: g)() for g in grads)])
+        assert all(map(torch.equal, *found)), recipe
+
+
+def test_a_split_model_compiles(tmp_path: Path) -> None:
+    """A model with a tp_plan, compiled: the loss and gradients without."""
+    make_model("llama").save_pretrained(tmp_path)
+    on_ranks(2, compiled, folder=tmp_path)
