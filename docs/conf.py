@@ -21,6 +21,8 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch
+# Pages of adapters are built where their packages are not installed.
+autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
 
 # Files of the source that pages link to. The site does not have them: only their names stay.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./(?:mixprec|examples|bench|csrc)/?[^)]*)\)")
