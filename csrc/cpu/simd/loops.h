@@ -305,6 +305,7 @@ struct Loops {
                                  const CrossEntropyRow&, Softcap, Dtype, void* g);
   SimulatedKernel simulated;        // sums of 24 bits
   SimulatedKernel simulated_short;  // of 14 bits
+  SimulatedKernel simulated_mx, simulated_fp4, simulated_amd;
 };
 
 // The table of each level.

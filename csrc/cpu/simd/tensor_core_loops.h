@@ -205,7 +205,7 @@ struct SimulatedTile {
   void step(const TensorCore& core, int64_t terms, const float* a, const float* b) {
     Ints none[kRows][NV];
     each_sum([&](int i, int j) {
-      none[i][j] = (Ints)code[i][j] < kTwoBiases - 252;
+      none[i][j] = (Ints)code[i][j] < kTwoBiases - 300;
       Ints largest = max_of((Ints)code[i][j] - kTwoBiases, (((Ints)sum[i][j] >> 23) & 255) - 127);
       special[i][j] |= (Words)((largest > kHighest) | ((largest < kLowest) & ~none[i][j]));
       top[i][j] = max_of(largest, all(kLowest));
@@ -284,5 +284,14 @@ void simulate(const TensorCore& core, int least_a, int least_b, int64_t k, const
   chain_blocks<Tile, words>(core, least_a, least_b, k, a, b, c, ldc, accumulate);
 }
 
+// Every sum by the scalar formula.
+struct ScalarTile : SimulatedTile {
+  void add_block(const TensorCore&, int64_t, const uint32_t*, const uint32_t*) {
+    each_sum([&](int i, int j) { special[i][j] = (Words)all(-1); });
+  }
+};
+
+constexpr SimulatedKernel simulated_amd{
+    kRows, kWidth, 2, pack_simulated<kRows>, pack_simulated<kWidth>, simulate<ScalarTile, 2>};
 constexpr SimulatedKernel simulated{
     kRows, kWidth, 2, pack_simulated<kRows>, pack_simulated<kWidth>, simulate<SimulatedTile, 2>};
