@@ -110,62 +110,62 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   add_product(acc, of_a, of_b, a.size(1));
 }
 
-// Pairs of the numbers of a bf16 matrix and the exponents of their blocks [rows, k / size], for
-// simd/tensor_core_block_loops.h; size 16: of the numbers * 2^-exponent.
-Matrix with_exponents(const Matrix& x, int64_t k, const Tensor& exponents, int64_t size,
-                      Scratch& scratch) {
-  Tensor e = row_major(exponents);
-  const int32_t* exponent = e.const_data_ptr<int32_t>();
-  float* pairs = static_cast<float*>(scratch.get(x.rows * k * 8 + 64));
-  for_each(x.rows, k, [&](int64_t row) {
-    for (int64_t i = 0; i < k; ++i) {
-      int64_t at = row * x.stride_i + i * x.stride_k;
-      int32_t power = exponent[(row * k + i) / size];
-      float* pair = pairs + 2 * (row * k + i);
-      pair[0] = decode(static_cast<const Bf16*>(x.data)[at]);
-      if (size == 16) pair[0] = std::ldexp(pair[0], -power);
-      pair[1] = bits_float(static_cast<uint32_t>(power));
-    }
+// The pairs of simd/tensor_core_loops.h, K filled up to a multiple of 64 with 0. exponents: int32
+// [rows, K / size], or none; size 16: of numbers * 2^-exponent.
+Matrix pairs_of(const Matrix& x, int64_t k, const int32_t* exponents, int64_t size,
+                Scratch& scratch) {
+  int64_t padded = ceil_div(k, 64) * 64;
+  float* pairs = static_cast<float*>(scratch.get(x.rows * padded * 8 + 64));
+  with_low(x.dtype, [&]<class T>(Type<T>) {
+    for_each(x.rows, padded, [&](int64_t row) {
+      const T* from = static_cast<const T*>(x.data) + row * x.stride_i;
+      for (int64_t i = row * padded, end = i + padded; i < end; ++i, from += x.stride_k) {
+        int32_t exponent = exponents == nullptr ? min_exponent(x.dtype) : exponents[i / size];
+        float value = end - i > padded - k ? decode(*from) : 0.0f;
+        pairs[2 * i] = size == 16 ? std::ldexp(value, -exponent) : value;
+        pairs[2 * i + 1] = bits_float(static_cast<uint32_t>(exponent));
+      }
+    });
   });
-  return {Dtype::f32, pairs, x.rows, 2 * k, 2};
+  return {Dtype::f32, pairs, x.rows, 2 * padded, 2};
 }
 
 // as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h;
-// exponents: None, or of the blocks of Blackwell's block formats, decoded to bf16, K = 64 * n
+// exponents: None, or int32 of the blocks of Blackwell's block formats, decoded to bf16
 Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
                       MaybeTensor bias, ScalarType out_type, bool fast_accum, Text arch,
                       MaybeTensor a_exponents, MaybeTensor b_exponents) {
   const char* op = "gemm_simulated";
   check_operands(a, b, op);
-  Dtype a_dtype = dtype_of(a, op), b_dtype = dtype_of(b, op);
+  Dtype a_dtype = dtype_of(a, op);
   Gpu gpu = enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell", "mi300"}, arch, op,
                          ": arch must be v100, a100, ada, hopper, blackwell or mi300");
   TensorCore core = tensor_core(gpu, a_dtype);
   STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
   auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, op);
-  int64_t k = a.size(1);
-  static thread_local Scratch pairs[2];
-  SimulatedKernel kernel = core.significant_bits == 14 ? loops().simulated_short
-                           : core.parts > 0            ? loops().simulated_amd
-                                                       : loops().simulated;
+  int64_t k = a.size(1), padded = ceil_div(k, 64) * 64, size = 32;
+  const int32_t* exponents[2] = {nullptr, nullptr};
   if (a_exponents || b_exponents) {
-    int64_t size = a_exponents && a_exponents->size(1) * 16 == k ? 16 : 32;
-    auto fits = [&](const MaybeTensor& e, int64_t rows) {
-      return e && on_cpu(*e) && e->scalar_type() == ScalarType::Int && e->dim() == 2 &&
-             e->size(0) == rows && e->size(1) * size == k;
-    };
-    STD_TORCH_CHECK(fits(a_exponents, a.size(0)) && fits(b_exponents, b.size(1)) && k % 64 == 0 &&
-                        gpu == Gpu::blackwell && a_dtype == Dtype::bf16,
-                    op, ": exponents do not fit the operands");
+    for (int i = 0; i < 2; ++i) {
+      MaybeTensor& e = i == 0 ? a_exponents : b_exponents;
+      STD_TORCH_CHECK(e && on_cpu(*e) && e->scalar_type() == ScalarType::Int && e->dim() == 2 &&
+                          gpu == Gpu::blackwell && a_dtype == Dtype::bf16,
+                      op, ": exponents are wrong");
+      if (i == 0 && e->size(1) * 32 != padded) size = 16;
+      STD_TORCH_CHECK(e->size(0) == (i == 0 ? a.size(0) : b.size(1)) && e->size(1) * size == padded,
+                      op, ": exponents must be [rows, K / 16] or [rows, K / 32]");
+      e = row_major(*e);
+      exponents[i] = e->const_data_ptr<int32_t>();
+    }
     core = size == 16 ? kFp4 : kMx;
-    kernel = size == 16 ? loops().simulated_fp4 : loops().simulated_mx;
-    of_a.matrix = with_exponents(of_a.matrix, k, *a_exponents, size, pairs[0]);
-    of_b.matrix = with_exponents(of_b.matrix, k, *b_exponents, size, pairs[1]);
   }
-  kernel.core = &core, kernel.least_a = min_exponent(a_dtype),
-  kernel.least_b = min_exponent(b_dtype);
+  static thread_local Scratch pairs[2];
+  SimulatedKernel kernel = loops().simulated;
+  kernel.core = &core;
+  of_a.matrix = pairs_of(of_a.matrix, k, exponents[0], size, pairs[0]);
+  of_b.matrix = pairs_of(of_b.matrix, k, exponents[1], size, pairs[1]);
   int64_t shape[] = {a.size(0), b.size(1)};
-  return product_by(kernel, of_a, of_b, k, {shape, 2}, out_type, bias, op,
+  return product_by(kernel, of_a, of_b, padded, {shape, 2}, out_type, bias, op,
                     core.promoted && !fast_accum);
 }
 

@@ -94,7 +94,7 @@ MIXPREC_HD float round_sum(int64_t sum, int unit, int bits) {
     u = (static_cast<uint32_t>(exponent + 127) << 23) |
         (static_cast<uint32_t>(fraction) & 0x7FFFFF);
   }
-  return bits_float(sum < 0 ? u | 0x80000000u : u);
+  return bits_float(sum < 0 && u != 0 ? u | 0x80000000u : u);
 }
 
 // The sum of products: an integer, in units of 2^(top - fraction_bits), each product cut.
@@ -138,20 +138,21 @@ MIXPREC_HD float amd_step(const TensorCore& core, const float* a, int64_t stride
   int top = part[0].top > part[1].top ? part[0].top : part[1].top;
   int high = top > start.exponent ? top : start.exponent;
   if (core.parts > 1 && start.exponent < high - core.fraction_bits - 1) start.significand = 0;
-  int64_t sum = floor_shift(part[0].sum, top - part[0].top);
-  sum = floor_shift((sum + floor_shift(part[1].sum, top - part[1].top)) * 256, high - top);
-  sum += floor_shift(start.significand * 2, high - start.exponent) * 256;
-  if (sum == 0) return 0.0f;
-  int length = 64 - __builtin_clzll(static_cast<uint64_t>(sum < 0 ? -sum : sum));
-  int drop = length - 32 > -125 - high ? length - 32 : -125 - high;
-  if (drop > 0) sum = floor_shift(sum, drop) * (int64_t{1} << drop);
-  // To nearest even: what round_sum cuts off then is the whole difference.
-  uint64_t magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
-  length = 64 - __builtin_clzll(magnitude | 1);
-  drop = length - 24 > -117 - high ? length - 24 : -117 - high;
-  if (drop > 0) magnitude += (uint64_t{1} << (drop - 1)) - 1 + (magnitude >> drop & 1);
-  int64_t rounded = static_cast<int64_t>(magnitude);
-  return round_sum(sum < 0 ? -rounded : rounded, high - 32, 24);
+  int64_t sum =
+      floor_shift(part[0].sum, top - part[0].top) + floor_shift(part[1].sum, top - part[1].top);
+  sum = floor_shift(sum * 256, high - top) +
+        floor_shift(start.significand * 2, high - start.exponent) * 256;
+  auto surplus = [&](int bits, int least) {  // of the bits of the sum, to which it is rounded
+    int length = 64 - __builtin_clzll(static_cast<uint64_t>(sum < 0 ? -sum : sum) | 1);
+    return length - bits > least ? length - bits : least;
+  };
+  int drop = surplus(32, high < -125 ? 1 : 0);
+  sum = floor_shift(sum, drop) * (int64_t{1} << drop);
+  drop = surplus(24, high < -117 ? -117 - high : 0);
+  // To nearest even by what round_sum cuts off.
+  int64_t half = drop == 0 ? 0 : (int64_t{1} << (drop - 1)) - 1;
+  if (drop > 0) half += (sum < 0 ? -sum : sum) >> drop & 1;
+  return round_sum(sum < 0 ? sum - half : sum + half, high - 32, 24);
 }
 
 // c + the sum of `count` products of a and b, which are values of formats with these smallest
@@ -177,8 +178,7 @@ MIXPREC_HD float tensor_core_step(const TensorCore& core, const float* a, int64_
   int top = core.min_exponent;
   if (start.significand != 0 && start.exponent > top) top = start.exponent;
   int fraction = core.fraction_bits, above = fraction > 23 ? fraction - 23 : 0;
-  CutSum cuts =
-      cut_products(fraction, a, stride_a, least_a, b, stride_b, least_b, count, top);
+  CutSum cuts = cut_products(fraction, a, stride_a, least_a, b, stride_b, least_b, count, top);
   int64_t sum =
       cut(start.significand * (1 << above), 23 + above - fraction + cuts.top - start.exponent);
   return round_sum(sum + cuts.sum, cuts.top - fraction, core.significant_bits);

@@ -54,6 +54,7 @@ def exponents(x: Blocks, size: int) -> torch.Tensor:
         power = torch.frexp(scale_inv.float()).exponent - 1
         power = power.clamp(simulation.least_exponent(E4M3), 8)  # NaN: any
     else:
-        power = scale_inv.int() - 127 + (simulation.least_exponent(block.element) if size == 32 else 0)
+        least = simulation.least_exponent(block.element) if size == 32 else 0
+        power = scale_inv.int() - 127 + least
     power = power.repeat_interleave(block.block // size, 1)
     return pad(power, (0, -(-x.columns // 64) * (64 // size) - power.shape[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from ..quantized import Quantized
 from ._dispatch import autocast, checks, gemm_table, gemm_vendor, scaled_mm, simulation
@@ -31,8 +30,8 @@ def gemm_reference(
 
 
 def gemm_simulated_reference(args: Any) -> torch.Tensor:
-    exponents = args.a_exponents, args.b_exponents
-    acc = simulation.product(Operands(*args[:4]), args.fast_accum, args.arch, *exponents)
+    by_block = args.a_exponents, args.b_exponents
+    acc = simulation.product(Operands(*args[:4]), args.fast_accum, args.arch, by_block)
     return _finish(acc, args.bias, args.out_dtype)
 
 
@@ -72,26 +71,18 @@ def _check_result(
 
 
 def _check_simulated(args: Any) -> None:
-    operands = Operands(*args[:4])
-    _check_gemm(operands, args.bias, args.out_dtype)
+    _check_gemm(Operands(*args[:4]), args.bias, args.out_dtype)
     simulation.check(args.arch, args.a.dtype)
-    k = args.a.shape[1]
-    for name, rows in (("a_exponents", args.a.shape[0]), ("b_exponents", args.b.shape[1])):
-        exponents = getattr(args, name)
-        if args.a_exponents is None is args.b_exponents:
-            return
-        checks.is_tensor("gemm_simulated", name, exponents)
-        checks.matches("gemm_simulated", name, exponents, (torch.int32,), args.a, owner="a")
-        shapes = [(rows, k // size) for size in simulation.BLOCKS]
-        if args.arch != "blackwell" or args.a.dtype != torch.bfloat16 or k % 64 or (
-            tuple(exponents.shape) not in shapes
-            or exponents.shape[1] != args.a_exponents.shape[1]
-        ):
-            raise ValueError(
-                f"gemm_simulated: {name} must be None, or one of the shapes {shapes} for both "
-                f"operands in bfloat16 with K a multiple of 64 on blackwell, got shape "
-                f"{tuple(exponents.shape)} for {args.a.dtype} on {args.arch}"
-            )
+    if args.a_exponents is None is args.b_exponents:
+        return
+    of_blocks = args.arch == "blackwell" and args.a.dtype == torch.bfloat16
+    rows, k = (args.a.shape[0], args.b.shape[1]), -(-args.a.shape[1] // 64) * 64
+    given = [(t.dtype, *t.shape) for t in args[-2:] if isinstance(t, torch.Tensor)]
+    if not of_blocks or given not in [[(torch.int32, r, k // s) for r in rows] for s in (32, 16)]:
+        raise ValueError(
+            "gemm_simulated: a_exponents and b_exponents must be None or, with bfloat16 operands "
+            f"on blackwell, int32 [rows, K/32] or [rows, K/16], K rounded up to 64, got {given}"
+        )
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
@@ -172,17 +163,14 @@ def product_of_blocks(
     out_dtype: torch.dtype,
     simulated: str | None = None,
 ) -> torch.Tensor | None:
-    """a @ b^T + bias by a GPU that multiplies these block formats itself, or simulated; else None."""
+    """a @ b^T + bias by a GPU, or a simulated one, that multiplies these formats; else None."""
     if a.data.is_cuda:
         return scaled_mm.product(a, b, bias, out_dtype)
     if simulated is None or a.data.device.type != "cpu":
         return None
     size = simulation.check_blocks(simulated, a.fmt, b.fmt)
-    operands, by_block = _decoded(a, b), (exponents(a, size), exponents(b, size))
-    more = -a.columns % 64
-    x, y = pad(operands.a, (0, more)), pad(operands.b, (0, 0, 0, more))
-    scales = operands.a_scale_inv, operands.b_scale_inv
-    return gemm_simulated_op(x, y, *scales, bias, out_dtype, False, simulated, *by_block)
+    rest = bias, out_dtype, False, simulated, exponents(a, size), exponents(b, size)
+    return gemm_simulated_op(*_decoded(a, b), *rest)
 
 
 def run_blocks(

@@ -1,39 +1,5 @@
-// Loops of gemm_simulated for block formats (Blackwell). Included once per instruction set, after
-// tensor_core_loops.h.
-//
-// Operands are pairs of fp32 words, a number and the exponent of its block, K a multiple of 64. For
-// each 32 of K a panel has the words [32][width] of numbers, [16] of codes of exponents, and of
-// both halves [2] the block's exponent and [2] which numbers are not 0.
-
-template <int width>
-bool pack_blocks(Dtype, const void* src, int64_t stride_i, int64_t /*stride_k: 2*/, int64_t rows,
-                 int64_t k, uint32_t* out, int64_t words, int64_t /*width*/) {
-  for (int64_t row = 0; row < rows; row += width, out += width * words) {
-    __builtin_memset(out, 0, static_cast<size_t>(width * words) * sizeof *out);
-    for (int64_t i = 0; i < width && row + i < rows; ++i) {
-      const uint32_t* pairs = static_cast<const uint32_t*>(src) + (row + i) * stride_i;
-      for (int64_t at = 0; at < k; ++at, pairs += 2) {
-        uint32_t* block = out + at / 32 * 64 * width + i;
-        int64_t j = at % 32, half = j / 16;
-        block[j * width] = pairs[0];
-        int32_t exponent = static_cast<int32_t>(pairs[1]);
-        block[(32 + j / 2) * width] |= Codes<uint16_t>::of(pairs[0] & 0x7FFFFFFFu, exponent)
-                                       << (j % 2 * 16);
-        block[(48 + half) * width] = pairs[1];
-        block[(50 + half) * width] |= static_cast<uint32_t>(pairs[0] << 1 != 0) << j % 16;
-      }
-    }
-  }
-  return false;
-}
-
-struct BlockTile : SimulatedTile {
-  static float exactly(const TensorCore& core, int, int, int64_t block, const uint32_t* a,
-                       const uint32_t* b, float c) {
-    return SimulatedTile::exactly(core, static_cast<int>(a[48 * kRows]),
-                                  static_cast<int>(b[48 * kWidth]), block, a, b, c);
-  }
-};
+// Loops of gemm_simulated for FP4 in groups (Blackwell), and the choice between all loops. Included
+// once per instruction set, after tensor_core_loops.h.
 
 // x * 2^n, |n| <= 252, of which a part below 1 may be lost.
 inline Vec scaled(Vec x, Ints n) { return x * two_to(n >> 1) * two_to(n - (n >> 1)); }
@@ -77,19 +43,19 @@ inline Vec fp4_step(const TensorCore& core, Vec c, const Vec (&sums)[4],
   Vec sum = sum_of(addends);
   Vec y = scaled(sum, unit);
   Ints sign = (Ints)sum & INT32_MIN, e = (((Ints)sum >> 23) & 255) + unit;
+  y = y + 0;  // not -0
   y = e > 254 ? (Vec)(sign | 0x7F800000) : y;
   y = ((Ints)check & 0x7F800000) == 0x7F800000 ? check : y;
   return check != check ? (Vec)all(INT32_MAX) : y;
 }
 
-struct Fp4Tile {
-  Vec sum[kRows][NV];
-  Words special[kRows][NV];  // none is
+// Numbers are given without the exponents of their scales: products and sums of 16 are exact.
+struct Fp4Tile : SimulatedTile {
   Vec groups[kRows][NV][4];
   Ints exponents[kRows][NV][4];
   int group = 0;  // of the next 16
 
-  void add_block(const TensorCore& core, int64_t /*32*/, const uint32_t* a, const uint32_t* b) {
+  void add_block(const TensorCore& core, const uint32_t* a, const uint32_t* b) {
     for (int half = 0; half < 2; ++half, ++group) {
       Vec total[kRows][NV] = {};
       for (int k = 16 * half; k < 16 * half + 16; ++k) {
@@ -99,12 +65,14 @@ struct Fp4Tile {
           total[i][j] = fma(x, load(y + j * kLanes), total[i][j]);
         });
       }
-      const float* y = reinterpret_cast<const float*>(b) + (48 + half) * kWidth;
-      const int32_t* x = reinterpret_cast<const int32_t*>(a) + (48 + half) * kRows;
+      const float* y = reinterpret_cast<const float*>(b) + half * kWidth;
+      const int32_t* x = reinterpret_cast<const int32_t*>(a) + half * kRows;
       each_sum([&](int i, int j) {
-        Ints both = (Ints)load(y + 2 * kWidth + j * kLanes) & x[2 * kRows + i];
+        Ints both = (Ints)load(y + kThere * kWidth + j * kLanes) & x[kThere * kRows + i];
+        Ints exponent =
+            (Ints)load(y + kExponents * kWidth + j * kLanes) + x[kExponents * kRows + i];
+        exponents[i][j][group] = both == 0 ? all(kNone) : exponent;
         groups[i][j][group] = total[i][j];
-        exponents[i][j][group] = both == 0 ? all(kNone) : (Ints)load(y + j * kLanes) + x[i];
       });
     }
     if (group < 4) return;
@@ -114,14 +82,16 @@ struct Fp4Tile {
       special[i][j] = Words{};
     });
   }
-
-  static float exactly(const TensorCore&, int, int, int64_t, const uint32_t*, const uint32_t*,
-                       float c) {
-    return c;
-  }
 };
 
-constexpr SimulatedKernel simulated_mx{
-    kRows, kWidth, 2, pack_blocks<kRows>, pack_blocks<kWidth>, simulate<BlockTile, 2>};
-constexpr SimulatedKernel simulated_fp4{
-    kRows, kWidth, 2, pack_blocks<kRows>, pack_blocks<kWidth>, simulate<Fp4Tile, 2>};
+void simulate(const TensorCore& core, int64_t k, const uint32_t* a, const uint32_t* b, float* c,
+              int64_t ldc, bool accumulate) {
+  TowardZero rounding;
+  auto* chain = core.parts > 0    ? chain_blocks<ScalarTile>
+                : core.terms > 32 ? chain_blocks<Fp4Tile>
+                                  : chain_blocks<SimulatedTile>;
+  chain(core, k, a, b, c, ldc, accumulate);
+}
+
+constexpr SimulatedKernel simulated{kRows, kWidth, pack_simulated<kRows>, pack_simulated<kWidth>,
+                                    simulate};

@@ -70,14 +70,16 @@ class simulate(Block):
             loss = model(x)          # mixprec.nn.Linear, mixprec.functional.linear, ...
         loss.backward()              # the same GPU, inside or outside
 
-    arch: "v100" (fp16), "a100" (fp16, bf16), "ada", "hopper" or "blackwell" (fp16, bf16, FP8), or a
-    GPU of the last three: "L4", "L40S", "RTX 4090" or "4090"; "H100", "H200"; "B200", in any case.
-    A GEMM in a format without an instruction raises ValueError. Products are added in groups of 4
-    to 32 to the sum so far, every addend cut below the largest one, along K in
+    arch: "v100" (fp16), "a100" (fp16, bf16), "ada", "hopper", "blackwell" or "mi300" (fp16, bf16,
+    FP8), or a GPU: "L4", "L40S", "RTX 4090" or "4090"; "H100", "H200"; "B200"; "MI300X", "MI300A",
+    "MI325X", in any case. "blackwell" also multiplies block formats, MX in any mix and NVFP4, with
+    blocks along K. A GEMM in a format without an instruction raises ValueError. Products are added
+    in groups of 4 to 64 to the sum so far, every addend cut below the largest one, along K in
     ascending order; FP8 sums of Ada and Hopper enter an FP32 register after each 128 of K, unless
-    fast_accum is set. Scales, bias and the rounding of the result are those of `gemm`.
-    docs/numerics.md has the formula, what of it was measured on GPUs, and what it leaves out: a
-    kernel that splits K, or adds in another order, gives other bits.
+    fast_accum is set. Scales of rows, tensors and squares, bias and the rounding of the result are
+    those of `gemm`. docs/numerics.md has the formulas, what of it was measured on GPUs (nothing of
+    block formats), and what it leaves out: a kernel that splits K, or adds in another order, gives
+    other bits.
 
     Only GEMMs of this library on a CPU are simulated, not torch's own ops, and not convolutions.
     A backward pass uses what its forward pass was
@@ -144,7 +146,7 @@ def formats(arch: str) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtypes in _TABLE[arch] for dtype in dtypes)
 
 
-def _parts(x: torch.Tensor, least: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(x: torch.Tensor, least: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Signed significands and exponents of fp32 x: x = significand * 2^(exponent - 23), where the
     exponent is `least` or more. Exact for finite numbers of a format whose smallest exponent is
     `least`."""
@@ -171,7 +173,6 @@ def _amd(
     core: TensorCore, products: torch.Tensor, exponents: torch.Tensor, c: torch.Tensor
 ) -> torch.Tensor:
     """c + the sum of the finite products * 2^(exponents - 46)."""
-    products, exponents = (pad(x, (0, -x.shape[-1] % core.parts)) for x in (products, exponents))
     products, exponents = (x.unflatten(-1, (-1, core.parts)) for x in (products, exponents))
     tops = torch.where(products != 0, exponents, _NONE).amax(-2)
     cut = _cut(products, 46 - core.fraction_bits + tops[..., None, :] - exponents).sum(-2)
@@ -185,7 +186,7 @@ def _amd(
     total = total + (mc << 1 >> (high - ec).clamp(0, 63) << 8)
     drop = torch.frexp(total.abs().double()).exponent.long() - 32
     drop = torch.maximum(drop, -125 - high).clamp(0, 63)
-    return torch.ldexp((total >> drop << drop).double(), high - 32).float()
+    return torch.ldexp((total >> drop << drop).double(), high - 32).float() + 0.0  # not -0
 
 
 def step(
@@ -193,12 +194,13 @@ def step(
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    least: tuple[int | torch.Tensor, int | torch.Tensor],
+    least: tuple[Any, Any],
 ) -> torch.Tensor:
     """c + the sum over the last dimension of a * b, as one step of the tensor core computes it.
 
-    a, b: fp32 [..., terms or fewer], broadcast to each other; c: fp32 [...]. least: the smallest
-    exponents of a's and of b's format; with `group` the exponents of the scales [..., groups].
+    a, b: fp32 [..., terms], or fewer without `group` and `parts`, broadcast to each other; c: fp32
+    [...]. least: the smallest exponents of a's and of b's numbers; with `group` the exponents of
+    the scales, [..., terms / group].
     """
     fraction = core.fraction_bits
     exact = a.double() * b.double()
@@ -236,27 +238,26 @@ def product(
     operands: gemm_scales.Operands,
     fast_accum: bool,
     arch: str,
-    a_exponents: torch.Tensor | None,
-    b_exponents: torch.Tensor | None,
+    exponents: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """`gemm_scales.product` by chained steps along K."""
+    """`gemm_scales.product` by chained steps along K. exponents: of blocks, see `step`."""
     core = tensor_core(arch, operands.a.dtype)
-    size = operands.a.shape[1]
-    if a_exponents is not None and b_exponents is not None and size > 0:
-        size //= a_exponents.shape[1]
-        core = BLOCKS[size]
+    of_a, of_b = exponents
+    if of_a is not None:
+        core = BLOCKS[32 if of_a.shape[1] == -(-operands.a.shape[1] // 64) * 2 else 16]
     assert core is not None
 
     def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         c = torch.zeros((x.shape[0], y.shape[1]), dtype=torch.float32, device=x.device)
-        left, right = x.float()[:, None], y.float().t()[None]
+        more = -x.shape[1] % core.terms if core.group or core.parts else 0
+        left, right = (pad(t.float(), (0, more)) for t in (x, y.t()))
         least: Any = least_exponent(x.dtype), least_exponent(y.dtype)
-        for start in range(0, x.shape[1], core.terms):
+        for i, start in enumerate(range(0, x.shape[1], core.terms)):
             part = slice(start, start + core.terms)
-            if a_exponents is not None and b_exponents is not None:
-                blocks = slice(start // size, (start + core.terms) // size)
-                least = a_exponents[:, None, blocks], b_exponents[None, :, blocks]
-            c = step(core, left[..., part], right[..., part], c, least)
+            if of_a is not None and of_b is not None:
+                blocks = slice(i, i + 1) if not core.group else slice(4 * i, 4 * i + 4)
+                least = of_a[:, None, blocks], of_b[None, :, blocks]
+            c = step(core, left[:, None, part], right[None, :, part], c, least)
         return c
 
     promoted = core.promoted and not fast_accum
