@@ -11,13 +11,11 @@ from fractions import Fraction
 import independent as ind
 import independent_mx as mx
 import numpy as np
-import pytest
 import torch
 from cases import for_each, normal
 from test_simulate import of_sizes
 
 import mixprec
-from mixprec.recipes import RECIPES
 
 F = Fraction
 SPECS = {**{s.name: s for s in ind.SMALL_SPECS}, "e4m3": ind.E4M3, "e5m2": ind.E5M2}
@@ -171,19 +169,3 @@ def test_nan_and_overflow_of_blocks() -> None:
         if kind == "mx":
             assert y[2:, 2].tolist() == [math.inf, -math.inf]
             assert y[0, 0].isfinite()
-
-
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if RECIPES[r].is_block])
-def test_layers(recipe: str) -> None:
-    """Forward and backward, inside and outside of the block; gradients are close to others."""
-    layer = mixprec.convert(torch.nn.Linear(64, 32), recipe, lambda *_: True)
-    x = normal((48, 64), torch.float32).requires_grad_()
-    torch.manual_seed(0)
-    with mixprec.simulate("blackwell"):
-        y = layer(x)
-    y.square().sum().backward()
-    assert y.isfinite().all()
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-    with mixprec.simulate("hopper"), pytest.raises(ValueError, match="no instruction for"):
-        layer(x)
