@@ -110,23 +110,62 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   add_product(acc, of_a, of_b, a.size(1));
 }
 
-// as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
+// The pairs of simd/tensor_core_loops.h, K filled up to a multiple of 64 with 0. exponents: int32
+// [rows, K / size], or none; size 16: of numbers * 2^-exponent.
+Matrix pairs_of(const Matrix& x, int64_t k, const int32_t* exponents, int64_t size,
+                Scratch& scratch) {
+  int64_t padded = ceil_div(k, 64) * 64;
+  float* pairs = static_cast<float*>(scratch.get(x.rows * padded * 8 + 64));
+  with_low(x.dtype, [&]<class T>(Type<T>) {
+    for_each(x.rows, padded, [&](int64_t row) {
+      const T* from = static_cast<const T*>(x.data) + row * x.stride_i;
+      for (int64_t i = row * padded, end = i + padded; i < end; ++i, from += x.stride_k) {
+        int32_t exponent = exponents == nullptr ? min_exponent(x.dtype) : exponents[i / size];
+        float value = end - i > padded - k ? decode(*from) : 0.0f;
+        pairs[2 * i] = size == 16 ? std::ldexp(value, -exponent) : value;
+        pairs[2 * i + 1] = bits_float(static_cast<uint32_t>(exponent));
+      }
+    });
+  });
+  return {Dtype::f32, pairs, x.rows, 2 * padded, 2};
+}
+
+// as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h;
+// exponents: None, or int32 of the blocks of Blackwell's block formats, decoded to bf16
 Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
-                      MaybeTensor bias, ScalarType out_type, bool fast_accum, Text arch) {
+                      MaybeTensor bias, ScalarType out_type, bool fast_accum, Text arch,
+                      MaybeTensor a_exponents, MaybeTensor b_exponents) {
   const char* op = "gemm_simulated";
   check_operands(a, b, op);
-  Dtype a_dtype = dtype_of(a, op), b_dtype = dtype_of(b, op);
-  Gpu gpu = enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell"}, arch, op,
-                         ": arch must be v100, a100, ada, hopper or blackwell");
+  Dtype a_dtype = dtype_of(a, op);
+  Gpu gpu = enum_of<Gpu>({"v100", "a100", "ada", "hopper", "blackwell", "mi300"}, arch, op,
+                         ": arch must be v100, a100, ada, hopper, blackwell or mi300");
   TensorCore core = tensor_core(gpu, a_dtype);
   STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
   auto [of_a, of_b] = sides(a, b, a_scale_inv, b_scale_inv, op);
-  SimulatedKernel kernel =
-      core.significant_bits == 14 ? loops().simulated_short : loops().simulated;
-  kernel.core = &core, kernel.least_a = min_exponent(a_dtype),
-  kernel.least_b = min_exponent(b_dtype);
+  int64_t k = a.size(1), padded = ceil_div(k, 64) * 64, size = 32;
+  const int32_t* exponents[2] = {nullptr, nullptr};
+  if (a_exponents || b_exponents) {
+    for (int i = 0; i < 2; ++i) {
+      MaybeTensor& e = i == 0 ? a_exponents : b_exponents;
+      STD_TORCH_CHECK(e && on_cpu(*e) && e->scalar_type() == ScalarType::Int && e->dim() == 2 &&
+                          gpu == Gpu::blackwell && a_dtype == Dtype::bf16,
+                      op, ": exponents are wrong");
+      if (i == 0 && e->size(1) * 32 != padded) size = 16;
+      STD_TORCH_CHECK(e->size(0) == (i == 0 ? a.size(0) : b.size(1)) && e->size(1) * size == padded,
+                      op, ": exponents must be [rows, K / 16] or [rows, K / 32]");
+      e = row_major(*e);
+      exponents[i] = e->const_data_ptr<int32_t>();
+    }
+    core = size == 16 ? kFp4 : kMx;
+  }
+  static thread_local Scratch pairs[2];
+  SimulatedKernel kernel = loops().simulated;
+  kernel.core = &core;
+  of_a.matrix = pairs_of(of_a.matrix, k, exponents[0], size, pairs[0]);
+  of_b.matrix = pairs_of(of_b.matrix, k, exponents[1], size, pairs[1]);
   int64_t shape[] = {a.size(0), b.size(1)};
-  return product_by(kernel, of_a, of_b, a.size(1), {shape, 2}, out_type, bias, op,
+  return product_by(kernel, of_a, of_b, padded, {shape, 2}, out_type, bias, op,
                     core.promoted && !fast_accum);
 }
 

@@ -1,4 +1,4 @@
-// What the tensor cores of NVIDIA's GPUs compute: one step of a sum of products, exactly.
+// What the tensor cores of GPUs compute: one step of a sum of products, exactly. NVIDIA's:
 //
 //   e(x) = max(floor(log2 |x|), smallest normal exponent of x's format)
 //   top  = max(min_exponent, e(c) and e(a_i) + e(b_i), of what is not 0)
@@ -16,12 +16,16 @@
 
 namespace mixprec {
 
-enum class Gpu : int32_t { v100, a100, ada, hopper, blackwell };
+enum class Gpu : int32_t { v100, a100, ada, hopper, blackwell, mi300 };
 
 struct TensorCore {
   int fraction_bits, terms, min_exponent, significant_bits;
   bool promoted;  // our kernels add the sum of each 128 of K to an FP32 register
+  int parts = 0;  // AMD's: in how many sums the products of a step are cut; see amd_step
 };
+
+// Blackwell's for block formats, MX and FP4 (with FP4, groups of 16 are summed before the cut).
+constexpr TensorCore kMx = {25, 32, -133, 24, false}, kFp4 = {35, 64, -139, 24, false};
 
 // For operands of this dtype; terms = 0 if the GPU has no instruction for them.
 constexpr TensorCore tensor_core(Gpu gpu, Dtype dtype) {
@@ -35,6 +39,8 @@ constexpr TensorCore tensor_core(Gpu gpu, Dtype dtype) {
       return fp8 ? TensorCore{13, 16, -132, 14, true} : TensorCore{24, 8, -132, 24, false};
     case Gpu::hopper:
       return fp8 ? TensorCore{13, 32, -133, 14, true} : TensorCore{25, 16, -133, 24, false};
+    case Gpu::mi300:
+      return fp8 ? TensorCore{24, 16, -126, 24, false, 2} : TensorCore{24, 8, -126, 24, false, 1};
     default:
       return TensorCore{25, fp8 ? 32 : 16, -133, 24, false};
   }
@@ -88,7 +94,65 @@ MIXPREC_HD float round_sum(int64_t sum, int unit, int bits) {
     u = (static_cast<uint32_t>(exponent + 127) << 23) |
         (static_cast<uint32_t>(fraction) & 0x7FFFFF);
   }
-  return bits_float(sum < 0 ? u | 0x80000000u : u);
+  return bits_float(sum < 0 && u != 0 ? u | 0x80000000u : u);
+}
+
+// The sum of products: an integer, in units of 2^(top - fraction_bits), each product cut.
+struct CutSum {
+  int64_t sum;
+  int top;
+};
+
+// Of `count` products whose exponents are `top` at most, or of a larger one: that of the largest.
+MIXPREC_HD CutSum cut_products(int fraction, const float* a, int64_t stride_a, int least_a,
+                               const float* b, int64_t stride_b, int least_b, int count, int top) {
+  for (int i = 0; i < count; ++i) {
+    float x = a[i * stride_a], y = b[i * stride_b];
+    int e = significand_of(x, least_a).exponent + significand_of(y, least_b).exponent;
+    if (x != 0.0f && y != 0.0f && e > top) top = e;
+  }
+  int64_t sum = 0;
+  for (int i = 0; i < count; ++i) {
+    Significand x = significand_of(a[i * stride_a], least_a);
+    Significand y = significand_of(b[i * stride_b], least_b);
+    sum += cut(x.significand * y.significand, 46 - fraction + top - x.exponent - y.exponent);
+  }
+  return {sum, top};
+}
+
+// x * 2^-shift, toward -Inf.
+MIXPREC_HD int64_t floor_shift(int64_t x, int shift) { return x >> (shift < 63 ? shift : 63); }
+
+// The step of AMD's CDNA 3, as mmasim has it (arXiv 2511.10909), of finite operands: products, in
+// FP8 the even and the odd ones, are cut below their own largest one; their sums, and c, toward
+// -Inf below the largest of all; the total to 32 bits toward -Inf, then to nearest even.
+MIXPREC_HD float amd_step(const TensorCore& core, const float* a, int64_t stride_a, int least_a,
+                          const float* b, int64_t stride_b, int least_b, int count, float c) {
+  CutSum part[2] = {{0, -999}, {0, -999}};
+  for (int p = 0; p < core.parts; ++p) {
+    part[p] = cut_products(core.fraction_bits, a + p * stride_a, core.parts * stride_a, least_a,
+                           b + p * stride_b, core.parts * stride_b, least_b,
+                           (count - p + core.parts - 1) / core.parts, -999);
+  }
+  Significand start = significand_of(c, -126);
+  int top = part[0].top > part[1].top ? part[0].top : part[1].top;
+  int high = top > start.exponent ? top : start.exponent;
+  if (core.parts > 1 && start.exponent < high - core.fraction_bits - 1) start.significand = 0;
+  int64_t sum =
+      floor_shift(part[0].sum, top - part[0].top) + floor_shift(part[1].sum, top - part[1].top);
+  sum = floor_shift(sum * 256, high - top) +
+        floor_shift(start.significand * 2, high - start.exponent) * 256;
+  auto surplus = [&](int bits, int least) {  // of the bits of the sum, to which it is rounded
+    int length = 64 - __builtin_clzll(static_cast<uint64_t>(sum < 0 ? -sum : sum) | 1);
+    return length - bits > least ? length - bits : least;
+  };
+  int drop = surplus(32, high < -125 ? 1 : 0);
+  sum = floor_shift(sum, drop) * (int64_t{1} << drop);
+  drop = surplus(24, high < -117 ? -117 - high : 0);
+  // To nearest even by what round_sum cuts off.
+  int64_t half = drop == 0 ? 0 : (int64_t{1} << (drop - 1)) - 1;
+  if (drop > 0) half += (sum < 0 ? -sum : sum) >> drop & 1;
+  return round_sum(sum < 0 ? sum - half : sum + half, high - 32, 24);
 }
 
 // c + the sum of `count` products of a and b, which are values of formats with these smallest
@@ -97,30 +161,27 @@ MIXPREC_HD float tensor_core_step(const TensorCore& core, const float* a, int64_
                                   int least_a, const float* b, int64_t stride_b, int least_b,
                                   int count, float c) {
   bool nan = c != c, plus = float_bits(c) == 0x7F800000u, minus = float_bits(c) == 0xFF800000u;
-  Significand start = significand_of(c, -126);
-  int top = core.min_exponent;
-  if (start.significand != 0 && start.exponent > top) top = start.exponent;
   for (int i = 0; i < count; ++i) {
     float x = a[i * stride_a], y = b[i * stride_b];
-    if (is_nonfinite(x) || is_nonfinite(y)) {
-      nan |= x != x || y != y || x == 0.0f || y == 0.0f;
-      bool negative = ((float_bits(x) ^ float_bits(y)) >> 31) != 0;
-      (negative ? minus : plus) = true;
-      continue;
+    double product = static_cast<double>(x) * y;
+    if (is_nonfinite(x) || is_nonfinite(y) || (core.parts > 0 && product * product >= 0x1p256)) {
+      nan |= product != product;
+      (product < 0 ? minus : plus) |= product == product;
     }
-    int e = significand_of(x, least_a).exponent + significand_of(y, least_b).exponent;
-    if (x != 0.0f && y != 0.0f && e > top) top = e;
   }
   if (nan || (plus && minus)) return bits_float(0x7FFFFFFFu);
   if (plus || minus) return bits_float(plus ? 0x7F800000u : 0xFF800000u);
-  int fraction = core.fraction_bits, above = fraction > 23 ? fraction - 23 : 0;
-  int64_t sum = cut(start.significand * (1 << above), 23 + above - fraction + top - start.exponent);
-  for (int i = 0; i < count; ++i) {
-    Significand x = significand_of(a[i * stride_a], least_a);
-    Significand y = significand_of(b[i * stride_b], least_b);
-    sum += cut(x.significand * y.significand, 46 - fraction + top - x.exponent - y.exponent);
+  if (core.parts > 0) {
+    return amd_step(core, a, stride_a, least_a, b, stride_b, least_b, count, c);
   }
-  return round_sum(sum, top - fraction, core.significant_bits);
+  Significand start = significand_of(c, -126);
+  int top = core.min_exponent;
+  if (start.significand != 0 && start.exponent > top) top = start.exponent;
+  int fraction = core.fraction_bits, above = fraction > 23 ? fraction - 23 : 0;
+  CutSum cuts = cut_products(fraction, a, stride_a, least_a, b, stride_b, least_b, count, top);
+  int64_t sum =
+      cut(start.significand * (1 << above), 23 + above - fraction + cuts.top - start.exponent);
+  return round_sum(sum + cuts.sum, cuts.top - fraction, core.significant_bits);
 }
 
 }  // namespace mixprec

@@ -4,8 +4,11 @@ which multiplies them without a loss."""
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
+from ..formats import E4M3
 from ..quantized import Quantized
+from ._dispatch import simulation
 from ._dispatch.scaled_mm import Blocks
 from ._reference import block_formats, scale_layout
 from .dequantize import dequantize_mx_op
@@ -41,9 +44,17 @@ def unpacked(data: torch.Tensor, fmt: str) -> int:
     return data.shape[-1] * block_formats.per_byte(fmt)
 
 
-def check_not_simulated(simulated: str | None) -> None:
-    if simulated is not None:
-        raise ValueError(
-            "simulate: tensor cores apply the scales of block formats inside of a product, which "
-            "is not simulated: leave the block for recipes and operands of them"
-        )
+def exponents(x: Blocks, size: int) -> torch.Tensor:
+    """int32 [R, columns / size], columns rounded up to 64. size 32: the smallest exponent of each
+    block's numbers; 16: that of its scale. See `simulation.step`."""
+    block = block_formats.BLOCK_FORMATS[x.fmt]
+    count = block_formats.sizes(x.fmt, x.columns)[1]
+    scale_inv = scale_layout.unswizzle(x.scale_inv, x.data.shape[0], count)
+    if block.nvfp4:
+        power = torch.frexp(scale_inv.float()).exponent - 1
+        power = power.clamp(simulation.least_exponent(E4M3), 8)  # NaN: any
+    else:
+        least = simulation.least_exponent(block.element) if size == 32 else 0
+        power = scale_inv.int() - 127 + least
+    power = power.repeat_interleave(block.block // size, 1)
+    return pad(power, (0, -(-x.columns // 64) * (64 // size) - power.shape[1]))

@@ -12,7 +12,7 @@ from ._dispatch.op import Op
 from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales
 from ._reference.gemm_scales import Operands
-from .block_operands import blocks_of, check_not_simulated, decode, is_block
+from .block_operands import blocks_of, decode, exponents, is_block
 
 Operand = torch.Tensor | Quantized
 
@@ -30,7 +30,8 @@ def gemm_reference(
 
 
 def gemm_simulated_reference(args: Any) -> torch.Tensor:
-    acc = simulation.product(Operands(*args[:4]), args.fast_accum, args.arch)
+    by_block = args.a_exponents, args.b_exponents
+    acc = simulation.product(Operands(*args[:4]), args.fast_accum, args.arch, by_block)
     return _finish(acc, args.bias, args.out_dtype)
 
 
@@ -69,11 +70,19 @@ def _check_result(
     checks.matches("gemm", "bias", bias, checks.FLOATS, a, (n,), "[N]", "a")
 
 
-def _check_simulated(
-    operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype, arch: str
-) -> None:
-    _check_gemm(operands, bias, out_dtype)
-    simulation.check(arch, operands.a.dtype)
+def _check_simulated(args: Any) -> None:
+    _check_gemm(Operands(*args[:4]), args.bias, args.out_dtype)
+    simulation.check(args.arch, args.a.dtype)
+    if args.a_exponents is None is args.b_exponents:
+        return
+    of_blocks = args.arch == "blackwell" and args.a.dtype == torch.bfloat16
+    rows, k = (args.a.shape[0], args.b.shape[1]), -(-args.a.shape[1] // 64) * 64
+    given = [(t.dtype, *t.shape) for t in args[-2:] if isinstance(t, torch.Tensor)]
+    if not of_blocks or given not in [[(torch.int32, r, k // s) for r in rows] for s in (32, 16)]:
+        raise ValueError(
+            "gemm_simulated: a_exponents and b_exponents must be None or, with bfloat16 operands "
+            f"on blackwell, int32 [rows, K/32] or [rows, K/16], K rounded up to 64, got {given}"
+        )
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
@@ -105,7 +114,8 @@ gemm_op = Op(
 )
 gemm_simulated_op = Op(
     "gemm_simulated",
-    f"({_OPERANDS}, {_RESULT}, str arch) -> Tensor",
+    f"({_OPERANDS}, {_RESULT}, str arch, Tensor? a_exponents=None, Tensor? b_exponents=None)"
+    " -> Tensor",
     reference=gemm_simulated_reference,
     fake=_fake,
     check=_check_simulated,
@@ -147,10 +157,20 @@ def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> 
 
 
 def product_of_blocks(
-    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Blocks,
+    b: Blocks,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    simulated: str | None = None,
 ) -> torch.Tensor | None:
-    """a @ b^T + bias by a GPU that multiplies these block formats itself; else None."""
-    return scaled_mm.product(a, b, bias, out_dtype) if a.data.is_cuda else None
+    """a @ b^T + bias by a GPU, or a simulated one, that multiplies these formats; else None."""
+    if a.data.is_cuda:
+        return scaled_mm.product(a, b, bias, out_dtype)
+    if simulated is None or a.data.device.type != "cpu":
+        return None
+    size = simulation.check_blocks(simulated, a.fmt, b.fmt)
+    rest = bias, out_dtype, False, simulated, exponents(a, size), exponents(b, size)
+    return gemm_simulated_op(*_decoded(a, b), *rest)
 
 
 def run_blocks(
@@ -162,15 +182,13 @@ def run_blocks(
     simulated: str | None,
 ) -> torch.Tensor:
     """a @ b^T + bias of two matrices in block formats; see `run`."""
-    check_not_simulated(simulated)
-    y = product_of_blocks(a, b, bias, out_dtype)
+    y = product_of_blocks(a, b, bias, out_dtype, simulated)
     return run(_decoded(a, b), bias, out_dtype, fast_accum, simulated) if y is None else y
 
 
 def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | None) -> None:
     """acc += a @ b^T of two matrices in block formats; see `run`."""
-    check_not_simulated(simulated)
-    y = product_of_blocks(a, b, None, torch.float32)
+    y = product_of_blocks(a, b, None, torch.float32, simulated)
     if y is None:
         return accumulate(acc, _decoded(a, b), simulated)
     gemm_scales.check_acc("gemm_accumulate_", acc, y.shape, "[M, N]", y)
@@ -215,7 +233,11 @@ def _unpack(
         raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
     if not is_block(x):
         return autocast.operand(x.data), x.scale_inv
-    check_not_simulated(simulation.current())
+    if (arch := simulation.current()) is not None:
+        raise ValueError(
+            f"{op}: simulate has no instruction of {arch} for {name} in a block format unless both "
+            "operands are, with blocks along K"
+        )
     data, tensor_scale_inv = decode(blocks_of(x))
     return data.t() if x.is_t else data, tensor_scale_inv
 

@@ -83,7 +83,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op in ("gemm", "gemm_accumulate_", "gemm_simulated"):
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
         if op != "gemm_accumulate_":
-            gpu = ["hopper"] if op == "gemm_simulated" else []
+            gpu = ["hopper", None, None] if op == "gemm_simulated" else []
             return x, b, one, None, torch.ones(5).bfloat16(), torch.float32, False, *gpu
         acc = torch.zeros((x.shape[0], 5))
         acc = permuted(acc) if arrangement == "permuted" else acc

@@ -247,6 +247,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("gemm_grouped", {"b_scale_inv": X[:1]}, r"b_scale_inv .* \[E, 1, N\] = \(3, 1, 5\)"),
         ("gemm_grouped", {"out_dtype": torch.float64}, "out_dtype must be"),
         ("gemm_simulated", {"arch": "p100"}, "arch must be one of .*'v100'.*got 'p100'"),
+        ("gemm_simulated", {"a_exponents": X.int()}, "a_exponents and b_exponents must be None or"),
         *(
             (op, changes, message)
             for op in ("act_quantize", "norm_quantize")

@@ -84,7 +84,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return None
         assert a.scale_inv.dim() == b.scale_inv.dim() == 4
         ran.append(a.fmt)
-        return scaled_mm.multiply(a, b, *rest)
+        return scaled_mm.multiply(a, b, *rest[:2])
 
     monkeypatch.setattr(gemm_module, "product_of_blocks", product)
     monkeypatch.setattr(operands, "reads_swizzled", lambda fmt, _: fmt in (*MXFP8, NVFP4))
@@ -193,7 +193,7 @@ def test_products_of_quantized(blackwell: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         gemm_module,
         "product_of_blocks",
-        lambda a, b, *rest: blackwell.append(a.fmt) or scaled_mm.multiply(a, b, *rest),
+        lambda a, b, *rest: blackwell.append(a.fmt) or scaled_mm.multiply(a, b, *rest[:2]),
     )
     a, b = (
         mixprec.quantize(normal((n, 64), FP32, seed=n), "e4m3", granularity="mx") for n in (40, 32)

@@ -14,7 +14,13 @@ import torch
 from cases import from_bits, random_bits
 from emulated.shim import runner
 
-from mixprec.ops._dispatch.simulation import ARCHITECTURES, formats, step, tensor_core
+from mixprec.ops._dispatch.simulation import (
+    ARCHITECTURES,
+    formats,
+    least_exponent,
+    step,
+    tensor_core,
+)
 
 HERE = Path(__file__).parent
 E4M3, E5M2, F16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
@@ -55,8 +61,10 @@ def in_python(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
     a, b, c = (x.float() for x in abc)
     core = tensor_core(arch, pair[0])
     assert core is not None
+    least = least_exponent(pair[0]), least_exponent(pair[1])
+    a, b = (torch.nn.functional.pad(x, (0, -x.shape[-1] % core.terms)) for x in (a, b))
     for part in zip(a.split(core.terms, -1), b.split(core.terms, -1), strict=True):
-        c = step(core, *part, c, pair)
+        c = step(core, *part, c, least)
     return c
 
 

@@ -58,7 +58,7 @@ SIDEWAYS = {
     "norm_quantize": "quantize.quantize_reference",
     "act_quantize": "quantize.quantize_reference",
     "block_operands": "dequantize.dequantize_mx_op",
-    "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
+    "gemm": "block_operands.blocks_of block_operands.decode block_operands.exponents "
     "block_operands.is_block",
     "gemm_grouped": "gemm.plain_operand",
     "linear_pass": "gemm.gemm_op gemm.gemm_accumulate_op quantize.quantize_op",

@@ -14,7 +14,7 @@ typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 #include "norm_loops.h"
 #include "grad_loops.h"
 #include "tensor_core_loops.h"
-#include "tensor_core_short_loops.h"
+#include "tensor_core_block_loops.h"
 #include "dequantize_mx_loops.h"
 #include "quantize_mx_codes.h"
 #include "quantize_mx_loops.h"
@@ -81,6 +81,5 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .cross_entropy = cross_entropy,
       .cross_entropy_backward = cross_entropy_backward,
       .simulated = simulated,
-      .simulated_short = simulated_short,
   };
 }

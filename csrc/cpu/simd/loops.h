@@ -63,23 +63,21 @@ struct GemmKernel {
   }
 };
 
-// The same for products as a tensor core computes them, with panels of `words_of_k` words for each
-// of K (tensor_core_loops.h).
+// The same for products as a tensor core computes them, with two words for each of K
+// (tensor_core_loops.h).
 struct SimulatedKernel {
-  int64_t mr, nr, words_of_k;
+  int64_t mr, nr;
   decltype(GemmKernel::pack_a) pack_a, pack_b;
-  // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
-  void (*steps)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
-                const uint32_t* b, float* c, int64_t ldc, bool accumulate);
-  // Of the op that multiplies.
-  const TensorCore* core = nullptr;
-  int least_a = 0, least_b = 0;
+  // c = or += chained steps over `k`.
+  void (*steps)(const TensorCore&, int64_t k, const uint32_t* a, const uint32_t* b, float* c,
+                int64_t ldc, bool accumulate);
+  const TensorCore* core = nullptr;  // of the op that multiplies
 
-  int64_t words(int64_t k) const { return words_of_k * k; }
+  int64_t words(int64_t k) const { return 2 * k; }
   int64_t width_a(int64_t /*rows*/) const { return mr; }
   void micro(int64_t /*width*/, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
              int64_t ldc, bool accumulate) const {
-    steps(*core, least_a, least_b, words / words_of_k, a, b, c, ldc, accumulate);
+    steps(*core, words / 2, a, b, c, ldc, accumulate);
   }
 };
 
@@ -303,8 +301,7 @@ struct Loops {
   void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);
   void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float label,
                                  const CrossEntropyRow&, Softcap, Dtype, void* g);
-  SimulatedKernel simulated;        // sums of 24 bits
-  SimulatedKernel simulated_short;  // of 14 bits
+  SimulatedKernel simulated;
 };
 
 // The table of each level.

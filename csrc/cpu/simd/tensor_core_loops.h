@@ -32,75 +32,45 @@ class TowardZero {
 #endif
 };
 
-// The code of an exponent: 0 of the number 0, special of 2^31 and more (and of Inf and NaN), else
-// the exponent + bias. Any sum of two codes is below 2 * bias + (the smallest exponent of a
-// product) where a number is 0 and none special, and above 2 * bias + (the largest) where one is
-// special. Codes of 8 bits are for FP8; their sums fit too.
-template <class Code>
-struct Codes {
-  static constexpr int bits = 8 * sizeof(Code), in_word = 32 / bits;
-  static constexpr int32_t bias = bits == 8 ? 44 : 2000, special = bits == 8 ? 124 : 10000;
-  typedef Code Vector __attribute__((vector_size(sizeof(Vec))));
+// The code of an exponent: 0 of the number 0, kSpecial of 2^31 and more (and of Inf and NaN), else
+// the exponent + kBias. Any sum of two codes is below 2 * kBias + (the smallest exponent of a
+// product) where a number is 0 and none special, and above 2 * kBias + (the largest) where one is
+// special.
+constexpr int32_t kBias = 2000, kSpecial = 10000, kTwoBiases = 2 * kBias;
+typedef uint16_t Codes __attribute__((vector_size(sizeof(Vec))));
 
-  static uint32_t of(uint32_t magnitude, int32_t least) {
-    int32_t e = static_cast<int32_t>(magnitude >> 23) - 127;
-    int32_t code = e > 30 ? special : (e > least ? e : least) + bias;
-    return magnitude == 0 ? 0 : static_cast<uint32_t>(code);
-  }
-};
+inline uint32_t exponent_code(uint32_t magnitude, int32_t least) {
+  int32_t e = static_cast<int32_t>(magnitude >> 23) - 127;
+  int32_t code = e > 30 ? kSpecial : (e > least ? e : least) + kBias;
+  return magnitude == 0 ? 0 : static_cast<uint32_t>(code);
+}
 
-constexpr int64_t kPanelBlock = 32;  // of K, a multiple of the steps of all tensor cores
+// Panels have 64 words of each row for each 32 of K, a multiple of the steps of most tensor cores:
+// the numbers, from kCodes on their codes, two in a word, and of both halves, from kExponents on,
+// the exponent of the block and, from kThere on, a bit for each number that is not 0.
+constexpr int64_t kPanelBlock = 32, kCodes = 32, kExponents = 48, kThere = 50;
 
-// Packs panels of rows, each of `words` words for each row, into blocks of kPanelBlock of K:
-// [values][k][width], then [k / in_word][codes][width]. A block has `words_of_k` for each of K, not
-// all of them used. value(x, v, block): the v-th value of x.
-template <class Code, int values, int words_of_k, int width, class Value>
-bool pack_panels(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out, int64_t words, const Value& value) {
-  int32_t least = min_exponent(dtype);
-  constexpr int in_word = Codes<Code>::in_word;
+// Of pairs of words in rows `stride` words apart: an fp32 number, and the smallest exponent of its
+// block or, with FP4, the exponent of its scale.
+template <int width>
+bool pack_simulated(Dtype, const void* src, int64_t stride, int64_t /*2*/, int64_t rows, int64_t k,
+                    uint32_t* out, int64_t words, int64_t /*width*/) {
   for (int64_t row = 0; row < rows; row += width, out += width * words) {
-    // To the end of the panel first. Only the codes of the last block may get to its own place
-    // there.
-    uint32_t* decoded = out + (words_of_k - 1) * k * width;
-    const char* x = static_cast<const char*>(src) + row * stride_i * element_size(dtype);
-    pack<width>(dtype, x, stride_i, stride_k, rows - row < width ? rows - row : width, k, decoded,
-                k, width);
-    for (int64_t at = 0; at < k; at += kPanelBlock) {
-      int64_t block = k - at < kPanelBlock ? k - at : kPanelBlock, n = block * width;
-      const uint32_t* from = decoded + at * width;
-      uint32_t code[(kPanelBlock + in_word) * width];
-      for (int64_t i = 0; i < n; ++i) code[i] = Codes<Code>::of(from[i] & 0x7FFFFFFFu, least);
-      for (int64_t i = n; i < n + in_word * width; ++i) code[i] = 0;
-      uint32_t* to = out + words_of_k * at * width;
-      for (int v = 0; v < values; ++v, to += n) {
-        const uint32_t* __restrict x = from;
-        uint32_t* __restrict y = to;
-        for (int64_t i = 0; i < n; ++i) y[i] = value(x[i], v, block);
-      }
-      for (int64_t w = 0; w * in_word < block; ++w, to += width) {
-        for (int i = 0; i < width; ++i) {
-          uint32_t word = 0;
-          for (int j = 0; j < in_word; ++j) {
-            word |= code[(w * in_word + j) * width + i] << j * Codes<Code>::bits;
-          }
-          to[i] = word;
-        }
+    __builtin_memset(out, 0, static_cast<size_t>(width * words) * sizeof *out);
+    for (int64_t i = 0; i < width && row + i < rows; ++i) {
+      const uint32_t* pair = static_cast<const uint32_t*>(src) + (row + i) * stride;
+      for (int64_t at = 0; at < k; ++at, pair += 2) {
+        uint32_t *block = out + at / kPanelBlock * 64 * width + i, magnitude = pair[0] & 0x7FFFFFFF;
+        int64_t j = at % kPanelBlock, half = j / 16;
+        uint32_t code = exponent_code(magnitude, static_cast<int32_t>(pair[1]));
+        block[j * width] = pair[0];
+        block[(kCodes + j / 2) * width] |= code << j % 2 * 16;
+        block[(kExponents + half) * width] = pair[1];
+        block[(kThere + half) * width] |= static_cast<uint32_t>(magnitude != 0) << j % 16;
       }
     }
   }
   return false;
-}
-
-inline Words largest_in_word(Codes<uint16_t>::Vector x) {
-  Words low = (Words)x & 0xFFFF, high = (Words)x >> 16;
-  return low > high ? low : high;
-}
-inline Words largest_in_word(Codes<uint8_t>::Vector x) {
-  Codes<uint8_t>::Vector y = (Codes<uint8_t>::Vector)((Words)x >> 16);
-  x = x > y ? x : y;
-  y = (Codes<uint8_t>::Vector)((Words)x >> 8);
-  return (Words)(x > y ? x : y) & 255;
 }
 
 // f(row, vector) for all sums of a tile.
@@ -114,28 +84,20 @@ inline void each_sum(const F& f) {
 }
 
 // largest <- the largest sum of two codes, over `words` words of both panels.
-template <class Code>
 inline void find_largest(int64_t words, const uint32_t* a, const uint32_t* b,
                          Words (&largest)[kRows][NV]) {
-  typedef typename Codes<Code>::Vector Vector;
-  Vector most[kRows][NV] = {};
+  Codes most[kRows][NV] = {};
   for (int64_t w = 0; w < words; ++w, a += kRows, b += kWidth) {
-    Vector y[NV];
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) {
-      y[j] = (Vector)load(reinterpret_cast<const float*>(b) + j * kLanes);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
-      Vector x = (Vector)all(static_cast<int32_t>(a[i]));
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) {
-        Vector sum = x + y[j];
-        most[i][j] = most[i][j] > sum ? most[i][j] : sum;
-      }
-    }
+    each_sum([&](int i, int j) {
+      Codes y = (Codes)load(reinterpret_cast<const float*>(b) + j * kLanes);
+      Codes sum = (Codes)all(static_cast<int32_t>(a[i])) + y;
+      most[i][j] = most[i][j] > sum ? most[i][j] : sum;
+    });
   }
-  each_sum([&](int i, int j) { largest[i][j] = largest_in_word(most[i][j]); });
+  each_sum([&](int i, int j) {
+    Words low = (Words)most[i][j] & 0xFFFF, high = (Words)most[i][j] >> 16;
+    largest[i][j] = low > high ? low : high;
+  });
 }
 
 inline bool any(const Words (&x)[kRows][NV]) {
@@ -147,34 +109,15 @@ inline bool any(const Words (&x)[kRows][NV]) {
 }
 
 constexpr int32_t kLowest = -75, kHighest = 127;  // of top
-constexpr int32_t kTwoBiases = 2 * Codes<uint16_t>::bias;
 
 inline Ints to_ints(Vec x) { return __builtin_convertvector(x, Ints); }   // toward zero
 inline Vec to_floats(Ints x) { return __builtin_convertvector(x, Vec); }  // as TowardZero says
 inline Vec two_to(Ints exponent) { return (Vec)((exponent + 127) << 23); }
 
-template <int width>
-bool pack_simulated(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                    int64_t k, uint32_t* out, int64_t words, int64_t /*width*/) {
-  return pack_panels<uint16_t, 1, 2, width>(dtype, src, stride_i, stride_k, rows, k, out, words,
-                                            [](uint32_t x, int, int64_t) { return x; });
-}
-
 // low + high, |low| and |high| < 2^31, with 24 bits, toward zero.
 inline Vec truncated_sum(Ints low, Ints high) {
   Vec upper = to_floats((low >> 8) + (high >> 8)), lower = to_floats((low & 255) + (high & 255));
   return fma(upper, broadcast(256.0f), lower);
-}
-
-// c and the products of a block, step by step.
-inline float chain(const TensorCore& core, int least_a, int least_b, int64_t block, const float* a,
-                   int64_t stride_a, const float* b, int64_t stride_b, float c) {
-  for (int64_t k = 0; k < block; k += core.terms) {
-    int terms = static_cast<int>(block - k < core.terms ? block - k : core.terms);
-    c = tensor_core_step(core, a + k * stride_a, stride_a, least_a, b + k * stride_b, stride_b,
-                         least_b, terms, c);
-  }
-  return c;
 }
 
 // The sums of kRows x NV vectors over steps of `terms` products.
@@ -205,7 +148,7 @@ struct SimulatedTile {
   void step(const TensorCore& core, int64_t terms, const float* a, const float* b) {
     Ints none[kRows][NV];
     each_sum([&](int i, int j) {
-      none[i][j] = (Ints)code[i][j] < kTwoBiases - 252;
+      none[i][j] = (Ints)code[i][j] < kTwoBiases - 300;
       Ints largest = max_of((Ints)code[i][j] - kTwoBiases, (((Ints)sum[i][j] >> 23) & 255) - 127);
       special[i][j] |= (Words)((largest > kHighest) | ((largest < kLowest) & ~none[i][j]));
       top[i][j] = max_of(largest, all(kLowest));
@@ -219,35 +162,48 @@ struct SimulatedTile {
     each_sum([&](int i, int j) {
       Ints kept = to_ints(sum[i][j] * factor[i][j]) + addends[0][i][j];
       Vec next = is_long ? truncated_sum(kept, addends[1][i][j]) : to_floats(kept);
+      // Of 24 bits, those of the result.
+      next = (Vec)((Ints)next & -(1 << (24 - core.significant_bits)));
       next = next * two_to(top[i][j] - core.fraction_bits);
       // Nothing is added to a sum that has been cut before.
       sum[i][j] = none[i][j] ? sum[i][j] : next;
     });
   }
 
-  void add_block(const TensorCore& core, int64_t block, const uint32_t* a, const uint32_t* b) {
-    for (int64_t at = 0; at < block; at += core.terms) {
-      int64_t terms = block - at < core.terms ? block - at : core.terms;
-      find_largest<uint16_t>((terms + 1) / 2, a + (block + at / 2) * kRows,
-                             b + (block + at / 2) * kWidth, code);
-      step(core, terms, reinterpret_cast<const float*>(a + at * kRows),
+  void add_block(const TensorCore& core, const uint32_t* a, const uint32_t* b) {
+    for (int64_t at = 0; at < kPanelBlock; at += core.terms) {
+      find_largest(core.terms / 2, a + (kCodes + at / 2) * kRows, b + (kCodes + at / 2) * kWidth,
+                   code);
+      step(core, core.terms, reinterpret_cast<const float*>(a + at * kRows),
            reinterpret_cast<const float*>(b + at * kWidth));
     }
   }
+};
 
-  // One sum of a block by the scalar formula.
-  static float exactly(const TensorCore& core, int least_a, int least_b, int64_t block,
-                       const uint32_t* a, const uint32_t* b, float c) {
-    return chain(core, least_a, least_b, block, reinterpret_cast<const float*>(a), kRows,
-                 reinterpret_cast<const float*>(b), kWidth, c);
+// Every sum by the scalar formula.
+struct ScalarTile : SimulatedTile {
+  void add_block(const TensorCore&, const uint32_t*, const uint32_t*) {
+    each_sum([&](int i, int j) { special[i][j] = (Words)all(-1); });
   }
 };
 
-// Of a panel with `words` for each of K.
-template <class Tile, int words>
-[[gnu::noinline]] void chain_blocks(const TensorCore& core, int least_a, int least_b, int64_t k,
-                                    const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
-                                    bool accumulate) {
+// One sum by the scalar formula.
+inline float chain(const TensorCore& core, int64_t k, const uint32_t* a, const uint32_t* b,
+                   float c) {
+  for (int64_t at = 0; at < k; at += core.terms) {
+    int64_t block = at / kPanelBlock * 64, j = at % kPanelBlock;
+    const uint32_t *x = a + block * kRows, *y = b + block * kWidth;
+    c = tensor_core_step(core, reinterpret_cast<const float*>(x + j * kRows), kRows,
+                         static_cast<int>(x[kExponents * kRows]),
+                         reinterpret_cast<const float*>(y + j * kWidth), kWidth,
+                         static_cast<int>(y[kExponents * kWidth]), core.terms, c);
+  }
+  return c;
+}
+
+template <class Tile>
+[[gnu::noinline]] void chain_blocks(const TensorCore& core, int64_t k, const uint32_t* a,
+                                    const uint32_t* b, float* c, int64_t ldc, bool accumulate) {
   Tile tile;
   each_sum([&](int i, int j) {
     Vec before = accumulate ? load(c + i * ldc + j * kLanes) : Vec{};
@@ -255,34 +211,16 @@ template <class Tile, int words>
     tile.special[i][j] = (Words)(((Ints)before & 0x7F800000) == 0x7F800000);
   });
   for (int64_t at = 0; at < k; at += kPanelBlock) {
-    tile.add_block(core, k - at < kPanelBlock ? k - at : kPanelBlock, a + words * at * kRows,
-                   b + words * at * kWidth);
+    tile.add_block(core, a + 2 * at * kRows, b + 2 * at * kWidth);
   }
   bool some = any(tile.special);
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < NV; ++j) {
-      Vec sum = tile.sum[i][j];
-      for (int lane = 0; some && lane < kLanes; ++lane) {
-        if (tile.special[i][j][lane] == 0) continue;
-        int col = j * kLanes + lane;
-        float one = accumulate ? c[i * ldc + col] : 0.0f;
-        for (int64_t at = 0; at < k; at += kPanelBlock) {
-          one = Tile::exactly(core, least_a, least_b, k - at < kPanelBlock ? k - at : kPanelBlock,
-                              a + words * at * kRows + i, b + words * at * kWidth + col, one);
-        }
-        sum[lane] = one;
-      }
-      store(c + i * ldc + j * kLanes, sum);
+  each_sum([&](int i, int j) {
+    Vec sum = tile.sum[i][j];
+    for (int lane = 0; some && lane < kLanes; ++lane) {
+      if (tile.special[i][j][lane] == 0) continue;
+      int col = j * kLanes + lane;
+      sum[lane] = chain(core, k, a + i, b + col, accumulate ? c[i * ldc + col] : 0.0f);
     }
-  }
+    store(c + i * ldc + j * kLanes, sum);
+  });
 }
-
-template <class Tile, int words>
-void simulate(const TensorCore& core, int least_a, int least_b, int64_t k, const uint32_t* a,
-              const uint32_t* b, float* c, int64_t ldc, bool accumulate) {
-  TowardZero rounding;
-  chain_blocks<Tile, words>(core, least_a, least_b, k, a, b, c, ldc, accumulate);
-}
-
-constexpr SimulatedKernel simulated{
-    kRows, kWidth, 2, pack_simulated<kRows>, pack_simulated<kWidth>, simulate<SimulatedTile, 2>};

@@ -71,7 +71,7 @@ def gemm(device: str) -> Iterator[Arguments]:
 
 def gemm_simulated(device: str) -> Iterator[Arguments]:
     for a, b in PAIRS:
-        for arch in ("hopper", "blackwell"):
+        for arch in ("hopper", "blackwell", "mi300"):
             scaled = [*_operands(device, SIZES[1], a, b), *_scales(device)]
             yield [*scaled, None, torch.float32, False, arch]
 
