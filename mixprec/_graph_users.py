@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import inspect
+import numbers
 import operator
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,6 +29,12 @@ from .recipes import Recipe
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, LRScheduler)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type, Recipe)
+_NUMBERS = (numbers.Number, range, enum.Enum)
+# Of the attributes that are compared.
+_VALUES = (
+    *(torch.Tensor, nn.Module, tuple, frozenset, functools.partial),
+    *(*_NUMBERS, *_FUNCTIONS, *CONSTANTS),
+)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _WRITTEN = ("_last_skip", "_quantized_weight")  # attributes from which no step reads on
 _address, stride_of = torch.Tensor.data_ptr, torch.Tensor.stride
@@ -106,15 +116,33 @@ def _same(a: Any, b: Any) -> bool:
     """Whether a graph reads the same from an attribute with either value."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, CONSTANTS) and type(a) is type(b) and bool(a == b))
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, _NUMBERS):
+        return repr(a) == repr(b)  # of -0.0, too
+    return isinstance(a, CONSTANTS) and bool(a == b)
+
+
+def _containers(x: Any, seen: set[int]) -> Iterator[Any]:
+    """The dicts and lists in x, itself too."""
+    if id(x) in seen or not isinstance(x, (dict, list, set, deque, tuple)):
+        return
+    seen.add(id(x))
+    if not isinstance(x, tuple):
+        yield x
+    for value in x.values() if isinstance(x, dict) else x:
+        yield from _containers(value, seen)
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return next((name for name, value in before.items() if value != now[name]), None)
 
 
-def _hooks(m: nn.Module) -> list[Any]:
-    """Those of a module, by number."""
+def _hooks(user: Any) -> list[Any]:
+    """Those of a module or optimizer, by number."""
+    if isinstance(user, torch.optim.Optimizer):
+        return [user._optimizer_step_pre_hooks, user._optimizer_step_post_hooks]
+    m: nn.Module = user
     return [m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks]
 
 
@@ -164,14 +192,19 @@ class Users:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
+    @staticmethod
+    def _inside(name: str, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for value in values:
+            yield from ((name, its) for its in _containers(value, seen))
+
     def _places(self) -> Iterator[tuple[str, Any]]:
         """Dicts with attributes, and lists."""
         for m in self.modules:
             for entries in (vars(m), m._parameters, m._buffers, m._modules, *_hooks(m)):
                 yield type(m).__name__, entries
             own = (x for k, x in vars(m).items() if k not in _OF_MODULES)
-            own = (x for x in own if type(x) in (dict, list))
-            yield from ((type(m).__name__, entries) for entries in own)
+            yield from self._inside(type(m).__name__, own)
         for user in (*self.optimizers, *self.scalers):
             yield type(user).__name__, vars(user)
         for o in self.optimizers:
@@ -181,6 +214,9 @@ class Users:
             for i, group in enumerate(o.param_groups):
                 yield f"{name}.param_groups[{i}]", group
                 yield f"{name}.param_groups[{i}]", group["params"]
+                own = (x for k, x in group.items() if k != "params")
+                yield from self._inside(f"{name}.param_groups[{i}]", own)
+            yield from ((name, hooks) for hooks in _hooks(o))
         yield from (("a parameter", vars(p)) for p in self.params())
 
     def remember(self) -> None:
@@ -192,7 +228,7 @@ class Users:
             for name, entries in places
             if isinstance(entries, dict)
             for key, value in entries.items()
-            if isinstance(value, (torch.Tensor, nn.Module, tuple, *_FUNCTIONS, *CONSTANTS))
+            if isinstance(value, _VALUES)
             and not (key in _WRITTEN or (key == "lr" and id(entries) in rates))
         ]
         self._sized = [entries for _, entries in places]
@@ -204,13 +240,16 @@ class Users:
             owned += [(group, "params") for group in o.param_groups]
         self._named += [("an optimizer's state or group", *each) for each in owned]
         self._dicts, self._keys = [each[1] for each in self._named], [k for *_, k in self._named]
-        self._lists: list[Any] = [x for _, x in places if isinstance(x, list)]
+        owners = (*self.modules, *self.optimizers, *self.scalers, *self.params())
+        attributes = {id(vars(owner)) for owner in owners}
+        # Of dicts other than of attributes, the keys in their order.
+        self._lists: list[Any] = [x for _, x in places if id(x) not in attributes]
         self._lists += [o.state.values() for o in self.optimizers]
-        self._lists += [hooks for m in self.modules for hooks in _hooks(m)]
         self._values, self._regions = self._now(), _regions()
         self._classes = list(map(type, self.modules))
         plain = (x for x in self._values if type(x) in (torch.Tensor, nn.Parameter))
         self._tensors = list({id(x): x for x in plain}.values())
+        self._on_host = [x for x in self._tensors if x.device.type == "cpu"]
         self._low = [p for p in self.params() if p.dtype in LOW_PRECISION]
         self._memory, self._written = self._memory_now(), list(map(version_of, self._low))
 
@@ -223,6 +262,7 @@ class Users:
         return {
             "the memory of a tensor": list(map(_address, self._tensors)),
             "requires_grad": list(map(_requires_grad, self._tensors)),
+            "a tensor on the CPU": list(map(version_of, self._on_host)),
         }
 
     def change(self) -> str | None:

@@ -84,6 +84,7 @@ class _Graphed:
         self._users: Users | None = None  # of the last call without a graph
         self._graph: _Graph | None = None
         self._changes = 0  # in a row
+        self._kinds: list[Any] = []  # of the results of the last call without a graph
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ class _Graphed:
         self._changes = 0
         if self._graph is None:
             assert self._users is not None, "found by the last call without a graph"
-            self._graph = _Graph(self._step, inputs, leaves, self._users, self._stream)
+            self._graph = _Graph(self._step, inputs, leaves, self._users, self._stream, self._kinds)
         result = self._graph.replay(leaves)
         if self._graph.change is not None:
             _warn(self._graph.change)
@@ -129,11 +130,14 @@ class _Graphed:
         current, versions = torch.cuda.current_stream(), _versions(leaves)
         self._stream.wait_stream(current)
         is_last = self._graph is None and self._left <= 1
+        # Some ops write without a new version.
+        copies = [x.clone() if torch.is_tensor(x) else x for x in leaves] if is_last else leaves
         with torch.cuda.stream(self._stream), used(is_last) as found:
             result = self._step(*args, **kwargs)
         current.wait_stream(self._stream)
         _check_outputs(result)
-        if _versions(leaves) != versions:
+        self._kinds = _kinds(result)
+        if _versions(leaves) != versions or not all(map(_same_bytes, leaves, copies)):
             raise ValueError("graphed: step must not write to its inputs: let it work on a clone()")
         if found is not None:
             self._users = Users(found)
@@ -221,6 +225,17 @@ def _check_outputs(result: Any) -> None:
             )
 
 
+def _kinds(result: Any) -> list[Any]:
+    return [x if x is None else (x.dtype, tuple(x.shape)) for x in pytree.tree_leaves(result)]
+
+
+def _same_bytes(x: Any, copy: Any) -> bool:
+    if x is copy:
+        return True
+    a, b = (t.contiguous().flatten().view(torch.uint8) for t in (x, copy))
+    return bool((a == b).all())
+
+
 def _versions(leaves: list[Any]) -> list[int]:
     return [version_of(x) for x in leaves if torch.is_tensor(x) and not x.is_inference()]
 
@@ -235,6 +250,7 @@ class _Graph:
         leaves: list[Any],
         users: Users,
         stream: torch.cuda.Stream,
+        kinds: list[Any],
     ) -> None:
         if (reason := users.refusal()) is not None:
             raise RuntimeError(f"graphed: step cannot be captured: {reason}")
@@ -260,14 +276,22 @@ class _Graph:
                         "it draws random numbers on the CPU, which a replay would not: draw them "
                         "on the GPU, or outside"
                     )
+            if (captured := _kinds(result)) != kinds:
+                raise RuntimeError(
+                    f"it returns {captured}, without a graph {kinds}: lr is an FP64 tensor in it"
+                )
         except Exception as error:
             for p, grad in zip(self._params, before, strict=True):
                 p.grad = grad
             for scaler in users.scalers:
                 scaler._per_optimizer_states.clear()
-            first = str([*errors, error][0]).split("\n")[0]
+            cause = [*errors, error][0]
+            if not isinstance(cause, (RuntimeError, ValueError)):
+                raise cause from None
+            first = str(cause).split("\n")[0]
             if "CUDA error" in first:
-                first += "; .item(), .cpu(), print and the like wait for the device"
+                first += "; .item(), .cpu(), print, `if` of a tensor, as lr is one, and the like"
+                first += " wait for the device"
             raise RuntimeError(f"graphed: step cannot be captured: {first}") from error
         _check_outputs(result)
         detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)

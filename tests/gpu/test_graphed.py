@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -272,6 +275,11 @@ def write_without_a_trace(run: Run) -> None:
     run.optimizer.reload_model_params()
 
 
+def halve(optimizer: Any, *_: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+
+
 def replace_state(run: Run) -> None:
     """Other dicts with copies in them, as code that moves states does."""
     state = run.optimizer.state
@@ -293,6 +301,11 @@ CHANGES: dict[str, tuple[Change, int]] = {
     "evaluation": (lambda run: (run.model.eval(), run.model.train()), 0),
     "weight_decay": (set_groups("weight_decay", 0.5), 2),
     "betas": (set_groups("betas", (0.5, 0.5)), 2),
+    "a number of another library": (set_groups("weight_decay", Fraction(1, 2)), 2),
+    "a hook of the optimizer": (
+        lambda run: run.optimizer.register_step_pre_hook(halve) and None,
+        2,
+    ),
     "max_grad_norm": (lambda run: setattr(run.optimizer, "max_grad_norm", 1e-3), 2),
     "growth": (lambda run: run.scaler.set_growth_factor(4.0), 2),
     "eval": (lambda run: run.model.eval(), 2),
@@ -529,24 +542,84 @@ def test_containers_and_functions_of_modules(device: torch.device) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = self.act(super().forward(x)) * self.factors[0] * self.named["by"]
-            return y
+            for layer in self.layers.values():
+                y = layer(y)
+            return y * self.nested["all"][0]["by"] / len(self.kinds)
 
     def run(wrap: Callable[[Any], Any]) -> list[bytes]:
         torch.manual_seed(0)
         model = Scaled(4, 4).to(device)
         model.act, model.factors, model.named = torch.relu, [1.0], {"by": 1.0}
+        model.nested, model.kinds = OrderedDict(all=[{"by": 1.0}]), {"one"}
+        model.layers = nn.ModuleDict({"a": nn.Tanh(), "b": nn.Softplus()})
         step, x, found = wrap(lambda x: model(x).sum()), torch.ones(2, 4, device=device), []
         changes = {
             3: lambda: model.factors.__setitem__(0, 2.0),
             6: lambda: model.named.update(by=3.0),
             9: lambda: setattr(model, "act", torch.tanh),
+            12: lambda: model.nested["all"][0].update(by=5.0),
+            15: lambda: model.kinds.add("two"),
+            18: lambda: model.nested["all"][0].update(by=0.0),
+            21: lambda: model.nested["all"][0].update(by=-0.0),
+            24: lambda: model.nested["all"][0].update(by=2.0),
+            27: lambda: model.layers.update({"a": model.layers.pop("a")}),
+            30: lambda: setattr(model, "act", partial(torch.clamp, max=0.1)),
+            33: lambda: setattr(model, "act", partial(torch.clamp, max=0.2)),
         }
-        for i in range(12):
+        for i in range(36):
             changes.get(i, lambda: None)()
             found.append(bits(step(x)))
         return found
 
     assert run(lambda step: mixprec.graphed(step, warmup=1)) == run(lambda step: step)
+
+
+def test_what_a_capture_would_repeat_or_hide(device: torch.device) -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.number += 1
+            return super().forward(x) * self.number
+
+    torch.manual_seed(0)
+    model = Counts(4, 4)
+    model.number = torch.zeros(())  # on the CPU, where no replay counts
+    model = model.to(device)
+    x, plain = torch.ones(2, 4, device=device), copy.deepcopy(model)
+    step = mixprec.graphed(lambda x: model(x).sum(), warmup=1)
+    want = [bits(plain(x).sum()) for _ in range(5)]
+    with pytest.warns(UserWarning, match="step runs without a graph, because a tensor on the CPU"):
+        found = [bits(step(x)) for _ in range(5)]
+    assert found == want
+
+    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    norm = mixprec.graphed(
+        lambda x, m, v: nn.functional.batch_norm(x, m, v, training=True), warmup=1
+    )
+    with pytest.raises(ValueError, match="must not write to its inputs"):
+        norm(torch.randn(8, 4, device=device), mean, var)
+
+    optimizer = mixprec.optim.SGD(model.parameters(), lr=0.1)
+
+    def reads_lr(x: torch.Tensor) -> Any:
+        loss = plain(x).sum()
+        optimizer.step()
+        return loss * optimizer.param_groups[0]["lr"]
+
+    plain.number = torch.zeros((), device=device)
+    step = mixprec.graphed(reads_lr, warmup=1)
+    step(x)
+    with pytest.raises(RuntimeError, match="lr is an FP64 tensor in it"):
+        step(x)
+
+    def fails(x: torch.Tensor) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("its own")
+        return x * 2
+
+    step = mixprec.graphed(fails, warmup=1)
+    step(x)
+    with pytest.raises(KeyError, match="its own"):
+        step(x)
 
 
 def test_automatic_updates_are_a_setting(device: torch.device) -> None:
