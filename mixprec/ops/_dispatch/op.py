@@ -363,6 +363,12 @@ class Op:
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
+            if kind == "cpu" and "cpp" in self._refuses and context.backend is None:
+                run = (
+                    run
+                    if self._refuses["cpp"](self.Args(*args), None) is None
+                    else self.handle("reference")
+                )
             off = not self._operands or not torch._C._is_any_autocast_enabled()
             if not off and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
                 with torch.autocast(kind, enabled=False):
