@@ -40,9 +40,9 @@ struct Variant {
     float bound = max256 ? 256.0f : 448.0f, factor = larger ? 1.0625f : 1.0f;
     float scale =
         scale_from_amax(tensor_amax, static_cast<float>(6.0 * bound / factor), 1.0f, false, 1.0f);
-    ScaleRule r = {
-        true,        stochastic && !nearest, 0u, 0, scale / static_cast<float>(6.0 / factor),
-        1.0f / scale};
+    float times = nearest ? scale * static_cast<float>(factor / 6.0)
+                          : scale / static_cast<float>(6.0 / factor);
+    ScaleRule r = {true, stochastic && !nearest, 0u, 0, times, 1.0f / scale};
     r.adaptive = mae ? Adaptive::mae : mse ? Adaptive::mse : Adaptive::none;
     r.scale = scale, r.amax = tensor_amax, r.largest_product = 6.0f * bound;
     return r;

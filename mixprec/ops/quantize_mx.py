@@ -59,7 +59,8 @@ def _nvfp4_scale(
         return code, (1.0 / (_value(code, block) * (1.0 / scale))).clamp(max=_LARGEST)
 
     if not block.adaptive:
-        return rounded(amax * (scale / (6.0 / block.factor)))
+        by_reciprocal = scale * (block.factor / 6.0)
+        return rounded(amax * (by_reciprocal if block.nearest else scale / (6.0 / block.factor)))
     exact = amax / 6.0 * scale
     four, six = rounded(exact * 1.5), rounded(exact)
     better = _error(blocks, *four, outer, block) < _error(blocks, *six, outer, block)

@@ -295,7 +295,7 @@ class Op:
         if device == "cuda" and backend != "reference":
             return self._compared(backend, index, args)
         runs = device != "meta" and not torch.compiler.is_compiling()
-        if backend == "reference" and context.backend is None and runs and not self._warned:
+        if backend == "reference" and context.backend != "reference" and runs and not self._warned:
             self._warned = True
             logger.warning(
                 "%s runs as its plain torch reference on %s: no other variant can do it",
@@ -363,12 +363,10 @@ class Op:
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
-            if kind == "cpu" and "cpp" in self._refuses and context.backend is None:
-                run = (
-                    run
-                    if self._refuses["cpp"](self.Args(*args), None) is None
-                    else self.handle("reference")
-                )
+            here = kind == "cpu" and context.backend in (None, "cpp")
+            refuses = self._refuses.get("cpp") if here else None
+            if refuses is not None and refuses(self.Args(*args), None) is not None:
+                run = self._ready("reference", kind, 0, args) or run
             off = not self._operands or not torch._C._is_any_autocast_enabled()
             if not off and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
                 with torch.autocast(kind, enabled=False):

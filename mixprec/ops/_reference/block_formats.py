@@ -26,11 +26,11 @@ class BlockFormat:
     beside an FP32 scale for each part of `outer`: "tensor", "row", "block1x128", or None.
 
     name: how it is stored, for `dequantize_mx`. bound: the largest scale of a block. factor: by
-    which scales are larger than those that make the largest element 6. nearest: scales are rounded
-    to nearest also where elements are rounded at random. adaptive: "mae" or "mse", by which error a
-    block has the better of the scales that make its largest element 6 or 4. eden: the random
-    numbers are for the scales, corrected so that the product of x and its cast, over each 128, is
-    that of x and x.
+    which scales are larger than those that make the largest element 6. nearest: scales are
+    Transformer Engine's, to nearest also where elements are rounded at random. adaptive: "mae" or
+    "mse", by which error a block has the better of the scales that make its largest element 6 or 4.
+    eden: the random numbers are for the scales, corrected so that the product of x and its cast,
+    over each 128, is that of x and x.
 
     As text: a name of `BLOCK_FORMATS` and, after slashes, some of `_PARTS`.
 
