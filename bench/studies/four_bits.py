@@ -2,8 +2,8 @@
 
     python -m mixprec.bench.studies.four_bits    # about ten minutes on one core
 
-writes bench/results/cpu/four-bits.json, of which docs/formats.md has the table. The claims are those
-of the papers, or computed from their formulas.
+writes bench/results/cpu/four-bits.json, of which docs/formats.md has the table. The claims are
+those of the papers, or computed from their formulas.
 """
 
 from __future__ import annotations
