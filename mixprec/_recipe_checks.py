@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 GEMMS = ("forward", "grad_input", "grad_weight")
 BLOCKS = block_formats.GRANULARITIES
-BACKWARDS = (None, "dequantized", "bf16")
 GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
@@ -69,9 +68,9 @@ class Checked:
             )
         for role in ROLES:
             self._set(role, formats.parse(getattr(self, role), who=f"Recipe: {role}"))
-            granularity = str(getattr(self, f"{role}_granularity")).partition("/")
+            kind = str(getattr(self, f"{role}_granularity")).partition("/")[0]
             names = ", ".join(map(repr, GRANULARITIES))
-            self._is(f"{role}_granularity", granularity[0] in GRANULARITIES, f"one of {names}")
+            self._is(f"{role}_granularity", kind in GRANULARITIES, f"one of {names}")
         self._one_of("scaling", SCALINGS)
         self._one_of("scale_mode", block_formats.SCALE_MODES)
         for field in ("power_of_two_scale", "clip_activations"):
@@ -184,18 +183,15 @@ class Checked:
 
     def _check_hadamard(self) -> None:
         """The sizes of the backward products, as a tuple in their order."""
-        given: Any = (
-            {"grad_weight": block_formats.BLOCK} if self.hadamard is True else self.hadamard
-        )
+        given: Any = {"grad_weight": 16} if self.hadamard is True else self.hadamard or ()
         names, sizes = GEMMS[1:], (16, 32, 64, 128)
-        valid = not given or isinstance(given, (Mapping, tuple))
-        sized = dict(given) if given and valid else {}
-        valid = valid and {*sized} <= {*names} and {*sized.values()} <= {*sizes}
+        sized = dict(given) if isinstance(given, (Mapping, tuple)) else {"": 0}
+        valid = {*sized} <= {*names} and {*sized.values()} <= {*sizes}
         self._is("hadamard", valid, f"True, False or sizes, of {sizes}, of some of {names}")
         self._set("hadamard", tuple((name, sized[name]) for name in names if name in sized))
 
     def _check_backward(self) -> None:
-        self._one_of("backward", BACKWARDS)
+        self._one_of("backward", (None, "dequantized", "bf16"))
         if self.backward == "bf16":
             self._is("backward", not self.products, "None or 'dequantized' with products")
         if self.backward and not self.products:
@@ -231,12 +227,8 @@ class Checked:
                     f"recipe, got {recipe.name}"
                 )
         kept = ((name, parsed[name]) for name in names if name in parsed)
-        others = (
-            (n, recipe)
-            for n, recipe in kept
-            if self.backward or replace(recipe, name=plain.name) != plain
-        )
-        self._set("products", tuple(others))
+        own = ((n, r) for n, r in kept if self.backward or replace(r, name=plain.name) != plain)
+        self._set("products", tuple(own))
         self._set("_product", dict.fromkeys(GEMMS, plain) | dict(self.products))
 
     def _derive(self) -> None:
@@ -246,19 +238,17 @@ class Checked:
         self._set("_casts", {role: tuple(map(self._product.get, READ_BY[role])) for role in ROLES})
         self._set("is_scaled", any(recipe.x.bits <= 8 for recipe in each))
         self._set("is_fp8", all(f.bits == 8 for one in each for f in (one.x, one.w, one.g)))
-        texts = {
-            role: block_formats.name_of(getattr(self, role), getattr(self, f"{role}_granularity"))
-            for role in ROLES
-        }
-        self._set("_texts", texts)
-        stored = {r: text and block_formats.parse("Recipe", text).name for r, text in texts.items()}
-        self._set("_stored", stored)
+        grains = [getattr(self, f"{role}_granularity") for role in ROLES]
+        texts = [*map(block_formats.name_of, (self.x, self.w, self.g), grains)]
+        self._set("_texts", dict(zip(ROLES, texts, strict=True)))
+        stored = (text and block_formats.parse("Recipe", text).name for text in texts)
+        self._set("_stored", dict(zip(ROLES, stored, strict=True)))
         self._set("is_block", any(recipe._texts["x"] is not None for recipe in each))
         self._set("unrotated", replace(self, hadamard=()) if self.hadamard else self)
         self._set("is_delayed", self.scaling == "delayed")
         self._set("is_random", any(recipe.stochastic_rounding for recipe in each))
         short = not (self.products or self.outliers or self.hadamard)
-        short = short and {*texts.values()} <= {None, *block_formats.BLOCK_FORMATS}
+        short = short and {*texts} <= {None, *block_formats.BLOCK_FORMATS}
         short = short and {*self.stochastic_rounding} <= {"g"}
         codes = [self._code(role) << 10 * i for i, role in enumerate(ROLES)] if short else []
         self._set("code", sum(codes) if short else None)
