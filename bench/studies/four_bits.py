@@ -42,11 +42,13 @@ ERRORS = (
     ("nvfp4/16x16", False, 12.40, "4/6: squares of 16 x 16, without it"),
     ("nvfp4/16x16/mse/max256", False, 12.38, "4/6: squares of 16 x 16, with it"),
 )
-# Bits of the average of 4^k products, k = 0, 1, ...: None where only the ends are known.
+# Bits of the average of 4^k products, k = 0, 1, ..., with both operands rotated by 128, with new
+# signs for each product, or as they are: None where no claim is known.
 AVERAGES = (
-    ("nvfp4/nearest/x1.0625", (2.20, 3.20, 4.20, 5.20, 6.20), "factor 17/16"),
-    ("nvfp4/nearest", (2.37, None, None, None, 6.17), "scale to nearest"),
-    ("nvfp4/mse/max256/nearest", (2.40, 3.39, 4.33, 5.17, 5.73), "4/6"),
+    ("nvfp4/nearest/x1.0625", (2.20, 3.20, 4.20, 5.20, 6.20), True, "factor 17/16"),
+    ("nvfp4/nearest", (2.37, None, None, None, 6.17), True, "scale to nearest"),
+    ("nvfp4/mse/max256/nearest", (2.40, 3.39, 4.33, 5.17, 5.73), False, "4/6, not rotated"),
+    (EDEN, (None,) * 5, True, "MS-EDEN"),
 )
 SATURATED = (("e4m3", "floor", 19.26), ("e2m1", "floor", 41.49), ("e4m3", "rceil", 0.0))
 
@@ -63,13 +65,16 @@ def error(granularity: str, is_random: bool, side: int) -> float:
     return 1e3 * float(off.double().square().mean() / x.double().square().mean())
 
 
-def averages(granularity: str, powers: int, side: int = 512) -> list[float]:
+def averages(granularity: str, powers: int, rotates: bool, side: int = 512) -> list[float]:
     """-1/2 log2 of the relative squared error of the mean of 4^k products of two random casts."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator) for _ in range(2))
     exact, total, bits = (a @ b.t()).double(), torch.zeros(side, side, dtype=torch.float64), []
     for i in range(4 ** (powers - 1)):
-        total += _cast(a, granularity, 2 * i) @ _cast(b, granularity, 2 * i + 1).t()
+        signs = torch.randint(0, 2, (side,), generator=generator) * 2 - 1
+        turned = [hadamard(t * signs, 128) if rotates else t for t in (a, b)]
+        casts = [_cast(t, granularity, 2 * i + j) for j, t in enumerate(turned)]
+        total += casts[0] @ casts[1].t()
         if (count := i + 1) in {4**k for k in range(powers)}:
             off = (total / count - exact).square().sum() / exact.square().sum()
             bits.append(-0.5 * math.log2(off))
@@ -117,9 +122,12 @@ def rows(side: int, powers: int, blocks: int, seeds: int) -> Iterator[dict[str, 
     for granularity, is_random, claim, of in ERRORS:
         what = f"error of N(0, 1) in 10^-3, {of}"
         yield {"what": what, "claim": claim, "ours": error(granularity, is_random, side)}
-    for granularity, claims, of in AVERAGES:
-        what = f"bits of the average of 4^k products, {of}"
-        yield {"what": what, "claim": claims[:powers], "ours": averages(granularity, powers)}
+    for granularity, claims, rotates, of in AVERAGES:
+        what, ours = (
+            f"bits of the average of 4^k products, {of}",
+            averages(granularity, powers, rotates),
+        )
+        yield {"what": what, "claim": claims[:powers], "ours": ours}
     for element, mode, claim in SATURATED:
         what = f"% of MX blocks beyond the maximum, {element}, {mode}"
         yield {"what": what, "claim": claim, "ours": saturated(element, mode, blocks)}
