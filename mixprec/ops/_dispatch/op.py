@@ -360,13 +360,13 @@ class Op:
             owner = args[self._owner]
             device = (owner[0] if self._owner_is_list else owner).device
             kind, run = self._chosen.get((context.backend, device), _UNKNOWN)
+            # Before a choice, which is for all calls: this one may be one that no kernel can do.
+            refuses = self._refuses.get("cpp" if device.type == "cpu" else "cuda")
+            if refuses and self._prefers is None and refuses(self.Args(*args), None):
+                kind, run = device.type, self._ready("reference", device.type, 0, args)
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
-            here = kind == "cpu" and context.backend in (None, "cpp")
-            refuses = self._refuses.get("cpp") if here else None
-            if refuses is not None and refuses(self.Args(*args), None) is not None:
-                run = self._ready("reference", kind, 0, args) or run
             off = not self._operands or not torch._C._is_any_autocast_enabled()
             if not off and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
                 with torch.autocast(kind, enabled=False):
