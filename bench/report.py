@@ -20,7 +20,7 @@ from mixprec.formats import BLOCK, FORMATS
 from . import device, front, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
-from .studies import accuracy, peak, predicted_step, several_ranks, step_counts
+from .studies import accuracy, four_bits, peak, predicted_step, several_ranks, step_counts
 from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -265,6 +265,7 @@ OF_THE_REST: dict[str, Callable[..., str]] = {
     "format tables": format_tables,
     "several ranks": ranks,
     "stats": stats,
+    "four-bits": four_bits.block,
 }
 
 

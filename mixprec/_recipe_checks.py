@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .recipes import Recipe
 
 GEMMS = ("forward", "grad_input", "grad_weight")
-BLOCKS = ("mx", "nvfp4")  # the granularities of block formats
+BLOCKS = block_formats.GRANULARITIES
 GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
@@ -25,6 +25,7 @@ READ_BY = {
     "w": ("forward", "grad_input"),
     "g": ("grad_input", "grad_weight"),
 }
+_PLAIN_PRODUCT: Any = {"products": (), "outliers": 0.0, "backward": None}
 _OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
 _NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
 
@@ -38,7 +39,8 @@ class Checked:
     layers keep a history of amax, which `mixprec.update_scales` rolls. is_random: whether there are
     operands that are rounded stochastically. has_outliers: whether `outliers` is not 0. code: the
     casts, for `mixprec.ops.linear_pass`; None where a product has a recipe of its own, or an
-    operand is split, rotated or, other than g, rounded at random.
+    operand is split, rotated, in no stored format's own blocks or, other than g, rounded at random.
+    unrotated: this recipe without `hadamard`.
     """
 
     is_scaled: bool
@@ -48,6 +50,7 @@ class Checked:
     is_random: bool
     has_outliers: bool
     code: int | None
+    unrotated: Recipe
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -65,19 +68,23 @@ class Checked:
             )
         for role in ROLES:
             self._set(role, formats.parse(getattr(self, role), who=f"Recipe: {role}"))
-            self._one_of(f"{role}_granularity", GRANULARITIES)
+            kind = str(getattr(self, f"{role}_granularity")).partition("/")[0]
+            names = ", ".join(map(repr, GRANULARITIES))
+            self._is(f"{role}_granularity", kind in GRANULARITIES, f"one of {names}")
         self._one_of("scaling", SCALINGS)
         self._one_of("scale_mode", block_formats.SCALE_MODES)
-        for field in ("power_of_two_scale", "clip_activations", "hadamard"):
+        for field in ("power_of_two_scale", "clip_activations"):
             self._is(field, isinstance(getattr(self, field), bool), "True or False")
         if isinstance(self.fast_accum, bool):
             self._set("fast_accum", GEMMS if self.fast_accum else ())
         self._some_of("fast_accum", GEMMS, "True, False or ")
         self._some_of("stochastic_rounding", ROLES)
+        self._check_hadamard()
         self._check_formats()
         self._check_blocks()
         self._check_delayed()
         self._check_outliers()
+        self._check_backward()
         self._check_products()
         self._derive()
 
@@ -89,7 +96,7 @@ class Checked:
             got = getattr(self, field)
             raise ValueError(f"Recipe {self.name}: {field} must be {meaning}, got {got!r}")
 
-    def _one_of(self, field: str, valid: tuple[str, ...]) -> None:
+    def _one_of(self, field: str, valid: tuple[str | None, ...]) -> None:
         self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
 
     def _some_of(self, field: str, names: tuple[str, ...], more: str = "") -> None:
@@ -110,7 +117,7 @@ class Checked:
         self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
         if is_scaled:
             return
-        free = ("clip_activations", "products")
+        free = ("clip_activations", "products", "backward")
         others = [field.name for field in fields(self)[4:] if field.name not in free]
         self._are_default(others, f"{self.x} operands have no scale (FP8 formats: e4m3, e5m2)")
 
@@ -119,7 +126,8 @@ class Checked:
         if self.x.bits > 8:
             return
         granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
-        blocks = any(granularity in BLOCKS for granularity in granularities.values())
+        kinds = {role: granularity.partition("/")[0] for role, granularity in granularities.items()}
+        blocks = any(kind in BLOCKS for kind in kinds.values())
         reason = ", because all three operands have block formats or none" if blocks else ""
         for role, granularity in granularities.items():
             fmt = getattr(self, role)
@@ -127,10 +135,13 @@ class Checked:
             if not blocks and fmt in (E4M3, E5M2):
                 allowed = [*GRANULARITIES]
             meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{reason}"
-            self._is(f"{role}_granularity", granularity in allowed, meaning)
+            known = granularity in allowed or (kinds[role] in allowed and kinds[role] in BLOCKS)
+            self._is(f"{role}_granularity", known, meaning)
+            if text := block_formats.name_of(fmt, granularity):
+                block_formats.parse(f"Recipe {self.name}: {role}_granularity", text)
         if blocks:
             self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
-            if {*granularities.values()} == {"nvfp4"}:
+            if {*kinds.values()} == {"nvfp4"}:
                 self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
         else:
             self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
@@ -170,6 +181,24 @@ class Checked:
         self._set("outliers", float(share))
         self._set("has_outliers", share > 0)  # for compiled code, in which a float is unknown
 
+    def _check_hadamard(self) -> None:
+        """The sizes of the backward products, as a tuple in their order."""
+        given: Any = {"grad_weight": 16} if self.hadamard is True else self.hadamard or ()
+        names, sizes = GEMMS[1:], (16, 32, 64, 128)
+        sized = dict(given) if isinstance(given, (Mapping, tuple)) else {"": 0}
+        valid = {*sized} <= {*names} and {*sized.values()} <= {*sizes}
+        self._is("hadamard", valid, f"True, False or sizes, of {sizes}, of some of {names}")
+        self._set("hadamard", tuple((name, sized[name]) for name in names if name in sized))
+
+    def _check_backward(self) -> None:
+        self._one_of("backward", (None, "dequantized", "bf16"))
+        if self.backward == "bf16":
+            self._is("backward", not self.products, "None or 'dequantized' with products")
+        if self.backward and not self.products:
+            self._set("products", dict.fromkeys(GEMMS[1:], "bf16"))
+        if self.backward == "bf16":
+            self._set("backward", None)
+
     def _check_products(self) -> None:
         """products, as a tuple in their order, without those that are as this recipe."""
         given, names = self.products, GEMMS[1:]
@@ -177,15 +206,15 @@ class Checked:
         self._is("products", valid, f'recipes of some of {names}, as {{"grad_weight": "bf16"}}')
         is_one = not given and not self.outliers
         name = self.name.split("+")[0]
-        plain = self if is_one else replace(self, name=name, products=(), outliers=0.0)
+        plain = self if is_one else replace(self, name=name, **_PLAIN_PRODUCT)
         parse = type(self).parse
         parsed = {name: parse(recipe) for name, recipe in dict(given).items()}
         for name, recipe in parsed.items():
             what = f"Recipe {self.name}: products: {name}"
-            for field in ("products", "outliers"):
+            for field in _PLAIN_PRODUCT:
                 if getattr(recipe, field):
                     raise ValueError(f"{what} must be a recipe without {field}, got {recipe.name}")
-            if replace(recipe, name=plain.name) == plain:
+            if replace(recipe, name=plain.name) == plain and not self.backward:
                 continue
             if FP16 in (self.x, recipe.x):
                 raise ValueError(
@@ -198,8 +227,8 @@ class Checked:
                     f"recipe, got {recipe.name}"
                 )
         kept = ((name, parsed[name]) for name in names if name in parsed)
-        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=plain.name) != plain)
-        self._set("products", tuple(others))
+        own = ((n, r) for n, r in kept if self.backward or replace(r, name=plain.name) != plain)
+        self._set("products", tuple(own))
         self._set("_product", dict.fromkeys(GEMMS, plain) | dict(self.products))
 
     def _derive(self) -> None:
@@ -209,10 +238,17 @@ class Checked:
         self._set("_casts", {role: tuple(map(self._product.get, READ_BY[role])) for role in ROLES})
         self._set("is_scaled", any(recipe.x.bits <= 8 for recipe in each))
         self._set("is_fp8", all(f.bits == 8 for one in each for f in (one.x, one.w, one.g)))
-        self._set("is_block", any(recipe.x_granularity in BLOCKS for recipe in each))
+        grains = [getattr(self, f"{role}_granularity") for role in ROLES]
+        texts = [*map(block_formats.name_of, (self.x, self.w, self.g), grains)]
+        self._set("_texts", dict(zip(ROLES, texts, strict=True)))
+        stored = (text and block_formats.parse("Recipe", text).name for text in texts)
+        self._set("_stored", dict(zip(ROLES, stored, strict=True)))
+        self._set("is_block", any(recipe._texts["x"] is not None for recipe in each))
+        self._set("unrotated", replace(self, hadamard=()) if self.hadamard else self)
         self._set("is_delayed", self.scaling == "delayed")
         self._set("is_random", any(recipe.stochastic_rounding for recipe in each))
         short = not (self.products or self.outliers or self.hadamard)
+        short = short and {*texts} <= {None, *block_formats.BLOCK_FORMATS}
         short = short and {*self.stochastic_rounding} <= {"g"}
         codes = [self._code(role) << 10 * i for i, role in enumerate(ROLES)] if short else []
         self._set("code", sum(codes) if short else None)
@@ -222,7 +258,7 @@ class Checked:
         fmt, granularity = getattr(self, role), getattr(self, f"{role}_granularity")
         mode = self.scale_mode if granularity == "mx" else block_formats.DEFAULT_SCALE_MODE
         rest = block_formats.SCALE_MODES.index(mode) << 6 | self.power_of_two_scale << 8
-        if (name := block_formats.name_of(fmt, granularity)) is not None:
+        if (name := self._texts[role]) is not None:
             return 5 | [*block_formats.BLOCK_FORMATS].index(name) << 3 | rest
         grain = 0 if fmt.bits == 16 else 1 + GRANULARITIES.index(granularity)
         return grain | (FP16, BF16, E4M3, E5M2).index(fmt) << 3 | rest
@@ -233,7 +269,6 @@ _ALIASES = {
     "half": "fp16",
     "bfloat16": "bf16",
     "float8": "fp8",
-    "nvfp4": "nvfp4-1x16",  # the published recipe of this name has 16 x 16 blocks for weights
     # Keras: mixed_precision.set_global_policy
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",
@@ -251,7 +286,7 @@ _ALIASES = {
     "delayedscaling": "fp8-delayed",
     "float8blockscaling": "fp8-block",
     "mxfp8blockscaling": "mxfp8",
-    "nvfp4blockscaling": "nvfp4-1x16",  # whose weights have blocks of 16 x 16 there
+    "nvfp4blockscaling": "nvfp4",
     "hybrid": "fp8",  # its Format: E4M3 forward, E5M2 backward
     # Megatron-LM: --fp8-recipe
     "delayed": "fp8-delayed",
@@ -273,9 +308,9 @@ _WEIGHTS = (
     'convert(model, "bf16") or "fp16" sets what layers compute in, and '
     "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
 )
-_NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4-1x16" and "mxfp4"'
+_NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4" and "mxfp4"'
 _NF4 = "it is for weights that do not change: load the model with bitsandbytes"
-_WHICH_FP4 = 'it names no scales: "nvfp4-1x16" (blocks of 16) or "mxfp4" (blocks of 32)'
+_WHICH_FP4 = 'it names no scales: "nvfp4" (blocks of 16) or "mxfp4" (blocks of 32)'
 _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
     **dict.fromkeys(("fp64", "float64", "double", "64-true"), _PLAIN),

@@ -22,7 +22,6 @@ from ._recipe_checks import (
     Checked,
 )
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
-from .ops._reference import block_formats
 
 __all__ = [
     "AMAX_OF",
@@ -74,15 +73,23 @@ class Recipe(Checked):
     scale_mode: how an "mx" scale is rounded, "floor", "ceil", "even" or "rceil" (`quantize`).
     stochastic_rounding: the roles whose elements are rounded up or down at random, with the exact
     value as the mean. Each cast draws its seed from torch's default generator of the device.
-    hadamard: x and g are multiplied, in FP32 and for the grad_weight GEMM only, by an orthogonal
-    16 x 16 matrix (Hadamard's, with fixed random signs) along each 16 of the M that it sums over.
-    The product is the same, but outliers are spread. Not for convolutions larger than 1 x 1.
+    hadamard: {"grad_weight": 16, "grad_input": 128}: of which backward products both operands are
+    multiplied, in FP32, by an orthogonal matrix of that size (Hadamard's, with fixed signs) along
+    what is summed over. The product is the same, but outliers are spread. True: grad_weight, 16.
+    Not for convolutions larger than 1 x 1.
+
+    A granularity of block formats may say more after slashes, as "nvfp4/16x16": square blocks, FP32
+    scales of rows, two scales to choose from, other roundings. docs/formats.md has the list.
 
     products: recipes of the other two products, by their name above: {"grad_weight": "bf16"}
     computes it in bf16, where forward and grad_input have the formats of this recipe. x, w and g
     are cast once for each recipe that reads them, and what is saved for backward is what the
     backward products read: with a grad_weight in bf16, x in bf16. Neither fp16, which needs loss
     scaling, nor, in products, delayed scaling.
+
+    backward: "bf16" is short for both `products` in bf16. "dequantized": x and w are, for the
+    backward products, what forward saw of them: cast, decoded to their own dtype, and then cast as
+    `products` says, which is "bf16" for both if left out.
 
     outliers: of the K input features of a linear layer, the share (0.01: one in a hundred, rounded
     up) that all three products read in bf16: with the indices O of these features and the other
@@ -107,7 +114,8 @@ class Recipe(Checked):
     "fp8-block", as in the DeepSeek-V3 report (2024); OCP Microscaling Formats (MX) 1.0 (2023) for
     "mx"; Recipes for Pre-training LLMs with MXFP8 (Mishra et al., 2025) for "mxfp8"; Training LLMs
     with MXFP4 (Tseng et al., 2025) for stochastic_rounding in "mxfp4"; Pretraining Large Language
-    Models with NVFP4 (NVIDIA, 2025) for "nvfp4-1x16", but there weights have 16 x 16 blocks.
+    Models with NVFP4 (NVIDIA, 2025) for "nvfp4"; Four Over Six (Cook et al., 2025); Quartet II
+    (Panferov et al., 2026); TetraJet-v2 (2025), without its control of oscillation.
     """
 
     name: str
@@ -127,8 +135,9 @@ class Recipe(Checked):
     clip_activations: bool = False
     scale_mode: str = "rceil"
     stochastic_rounding: tuple[str, ...] = ()
-    hadamard: bool = False
+    hadamard: Any = ()
     outliers: float = 0.0
+    backward: str | None = None
 
     def __eq__(self, other: object) -> bool:
         # By a string: torch.compile makes a float that differs between models unknown.
@@ -139,7 +148,7 @@ class Recipe(Checked):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for field in fields(self):  # what follows from them is not that of another version
-            self._set(field.name, state[field.name])
+            self._set(field.name, state.get(field.name, field.default))
         self.__post_init__()
 
     def product(self, name: str) -> Recipe:
@@ -172,8 +181,19 @@ class Recipe(Checked):
         return torch.float16 if self.x == FP16 else torch.bfloat16
 
     def block_format(self, role: str) -> str | None:
-        """The block format of "x", "w" or "g", as the ops name it; None if it has another."""
-        return block_formats.name_of(getattr(self, role), getattr(self, f"{role}_granularity"))
+        """How `dequantize_mx` names what "x", "w" or "g" is stored in, None for no block format."""
+        stored: str | None = self._stored[role]
+        return stored
+
+    def block_cast(self, role: str) -> str:
+        """How one in a block format is cast, as `quantize_mx` names it."""
+        text: str | None = self._texts[role]
+        assert text is not None, "is_block"
+        return text
+
+    def rotation(self, product: str) -> int:
+        """The size of `hadamard` for a product; 0 for none."""
+        return dict(self.hadamard).get(product, 0)
 
     @property
     def forward(self) -> tuple[Format, Format]:
@@ -202,6 +222,7 @@ class Recipe(Checked):
         if self.products or self.outliers:
             parts = [str(self.product("forward"))]
             parts += [f"{name} in {recipe}" for name, recipe in self.products]
+            parts += [f"backward of {self.backward} x and w"] if self.backward else []
             parts += [f"{self.outliers:.2%} of the features in bf16"] if self.outliers else []
             return "; ".join(parts)
         if not self.is_scaled:
@@ -217,7 +238,9 @@ class Recipe(Checked):
         parts += [] if self.scale_mode == "rceil" else [f"scale_mode {self.scale_mode}"]
         stochastic = ",".join(self.stochastic_rounding)
         parts += [f"stochastic_rounding({stochastic})"] if stochastic else []
-        parts += ["hadamard"] if self.hadamard else []
+        rotated = ",".join(f"{name} {size}" for name, size in self.hadamard)
+        usual = "hadamard" if rotated == "grad_weight 16" else f"hadamard({rotated})"
+        parts += [usual] if rotated else []
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,6 +248,7 @@ class Recipe(Checked):
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {role: values[role].name for role in ROLES}
         values |= {name: list(values[name]) for name in ("fast_accum", "stochastic_rounding")}
+        values["hadamard"] = dict(self.hadamard)
         values["products"] = {name: recipe.to_dict() for name, recipe in self.products}
         return {**values, "version": 1}
 
@@ -295,8 +319,22 @@ def _mixed(given: str, first: str, *others: str) -> Recipe:
     return replace(base, name="+".join(name), products=tuple(products.items()), outliers=outliers)
 
 
-def _all(granularity: str) -> Any:
-    return {f"{role}_granularity": granularity for role in ROLES}
+def _all(x: str, w: str | None = None, g: str | None = None) -> Any:
+    return {"x_granularity": x, "w_granularity": w or x, "g_granularity": g or x}
+
+
+def _nvfp4(name: str, *granularities: str, **settings: Any) -> Recipe:
+    """As NVIDIA publishes it but for the scales: g to nearest beside random elements."""
+    usual: Any = {"stochastic_rounding": ("g",), "hadamard": True, **_all(*granularities)}
+    return Recipe(name, E2M1, E2M1, E2M1, **usual | settings)
+
+
+def _from_cast(name: str, forward: str, backward: str, size: int) -> Recipe:
+    """Both backward products rotated, of x and w as forward saw them, all rounded at random."""
+    sizes = dict.fromkeys(PREFIXES, size)
+    product = _nvfp4(f"{name}-backward", backward, stochastic_rounding=ROLES, hadamard=sizes)
+    how: Any = {"products": dict.fromkeys(PREFIXES, product), "backward": "dequantized"}
+    return _nvfp4(name, forward, stochastic_rounding=(), hadamard=(), **how)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -314,13 +352,14 @@ RECIPES: dict[str, Recipe] = {
             g_granularity="block1x128",
         ),
         Recipe("mxfp8", E4M3, E4M3, E4M3, **_all("mx")),
+        Recipe("mxfp8-32x32", E4M3, E4M3, E4M3, **_all("mx", "mx/32x32")),
         Recipe("mxfp4", E2M1, E2M1, E2M1, **_all("mx"), stochastic_rounding=("g",)),
-        Recipe(
-            *("nvfp4-1x16", E2M1, E2M1, E2M1),
-            **_all("nvfp4"),
-            stochastic_rounding=("g",),
-            hadamard=True,
-        ),
+        _nvfp4("nvfp4", "nvfp4/nearest", "nvfp4/16x16/nearest", "nvfp4/nearest"),
+        _nvfp4("nvfp4-1x16", "nvfp4"),
+        _nvfp4("nvfp4-rowwise", "nvfp4/row/nearest", "nvfp4/16x16/nearest", "nvfp4/row/nearest"),
+        _nvfp4("nvfp4-4over6", *["nvfp4/mae/max256"] * 2, "nvfp4/nearest"),
+        _from_cast("quartet2", "nvfp4/mse/max256", "nvfp4/eden", 128),
+        _from_cast("tetrajet", "nvfp4/1x128", "nvfp4/1x128/nearest", 16),
     )
 }
 

@@ -207,4 +207,6 @@ def pairwise(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]
 
 def nearest(recipe: Any) -> Any:
     """`recipe` (a name or a Recipe) without stochastic rounding: two runs give the same bits."""
-    return dataclasses.replace(Recipe.parse(recipe), stochastic_rounding=())
+    parsed = Recipe.parse(recipe)
+    products = {n: dataclasses.replace(r, stochastic_rounding=()) for n, r in parsed.products}
+    return dataclasses.replace(parsed, stochastic_rounding=(), products=products)

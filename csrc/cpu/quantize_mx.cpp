@@ -8,6 +8,7 @@ namespace mixprec::cpu {
 namespace {
 
 constexpr int64_t kRows = 128, kCols = 64;  // of x in a tile of the transpose
+constexpr int64_t kGroup = 32;              // elements that are cast together
 
 // f(row, first column, columns) for pieces of all rows, on all threads.
 template <class F>
@@ -20,6 +21,50 @@ void for_pieces_of_rows(int64_t rows, int64_t cols, const F& f) {
 }
 
 int64_t in_whole_blocks(BlockFormat f, int64_t k) { return blocks_of(f, k) * block_size(f); }
+
+// What fmt says after the name of the stored format: see _reference/block_formats.py.
+struct Variant {
+  bool squares, nearest, mae, mse, max256, larger;
+
+  explicit Variant(const Text& fmt) {
+    Text parts = fmt.substr(std::min(fmt.find('/'), fmt.size())) + "/";
+    auto has = [&](const Text& part) { return parts.find("/" + part + "/") != Text::npos; };
+    squares = has("16x16") || has("32x32"), nearest = has("nearest");
+    mae = has("mae"), mse = has("mse"), max256 = has("max256"), larger = has("x1.0625");
+    STD_TORCH_CHECK(std::count(parts.begin(), parts.end(), '/') ==
+                        1 + squares + nearest + mae + mse + max256 + larger,
+                    "quantize_mx: no kernel has been written for fmt ", fmt);
+  }
+
+  ScaleRule rule(float tensor_amax, bool stochastic) const {
+    float bound = max256 ? 256.0f : 448.0f, factor = larger ? 1.0625f : 1.0f;
+    float scale =
+        scale_from_amax(tensor_amax, static_cast<float>(6.0 * bound / factor), 1.0f, false, 1.0f);
+    float times = nearest ? scale * static_cast<float>(factor / 6.0)
+                          : scale / static_cast<float>(6.0 / factor);
+    ScaleRule r = {true, stochastic && !nearest, 0u, 0, times, 1.0f / scale};
+    r.adaptive = mae ? Adaptive::mae : mse ? Adaptive::mse : Adaptive::none;
+    r.scale = scale, r.amax = tensor_amax, r.largest_product = 6.0f * bound;
+    return r;
+  }
+};
+
+// The amaxes of the square blocks of x [rows, cols], as bits, with zeros up to whole groups.
+std::vector<uint32_t> amaxes_of_squares(Dtype dtype, const void* x, int64_t rows, int64_t cols,
+                                        int64_t block, int64_t ld) {
+  int64_t down = ceil_div(rows, kGroup) * kGroup / block;
+  std::vector<uint32_t> amaxes(static_cast<size_t>(down * ld));
+  for_each(ceil_div(rows, block), block * cols, [&](int64_t i) {
+    std::vector<uint32_t> columns(static_cast<size_t>(cols));
+    loops().amax_columns(dtype, at(x, dtype, i * block * cols), std::min(block, rows - i * block),
+                         cols, cols, columns.data());
+    for (int64_t c = 0; c < cols; ++c) {
+      uint32_t& most = amaxes[static_cast<size_t>(i * ld + c / block)];
+      most = std::max(most, columns[static_cast<size_t>(c)]);
+    }
+  });
+  return amaxes;
+}
 
 // Scales [rows, blocks] in the swizzled layout. A copy: it is for GPUs, and here small beside x.
 Tensor swizzled_copy(const Tensor& scales) {
@@ -41,7 +86,7 @@ uint32_t mx_by_rows(Dtype dtype, const BlockCastRule& rule, const void* x, int64
   BlockFormat f = rule.format;
   for_pieces_of_rows(rows, cols, [&](int64_t row, int64_t col, int64_t count) {
     raise_to(largest, loops().quantize_mx(
-                          dtype, rule, at(x, dtype, row * cols + col), count,
+                          dtype, rule.at(row, col), at(x, dtype, row * cols + col), count,
                           row * in_whole_blocks(f, cols) + col,
                           bytes_of(q) + row * block_bytes(f, cols) + block_bytes(f, col),
                           bytes_of(scale_inv) + row * blocks_of(f, cols) + blocks_of(f, col)));
@@ -57,7 +102,7 @@ void mx_by_columns(Dtype dtype, const BlockCastRule& rule, const void* x, int64_
   int64_t ld_element = in_whole_blocks(f, ld), down = ceil_div(rows, kRows);
   for_each(ceil_div(cols, kCols) * down, kPiece, [&](int64_t i) {
     int64_t col = i / down * kCols, row = i % down * kRows, to = first + row;
-    loops().quantize_mx_columns(dtype, rule, at(x, dtype, row * cols + col), cols,
+    loops().quantize_mx_columns(dtype, rule.at(row, col), at(x, dtype, row * cols + col), cols,
                                 std::min(kRows, rows - row), std::min(kCols, cols - col),
                                 col * ld_element + to, ld_element,
                                 q + col * ld_q + block_bytes(f, to), ld_q,
@@ -73,7 +118,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
                                                                        MaybeTensor seed,
                                                                        bool swizzled,
                                                                        bool with_amax) {
-  auto [dtype, f, how] = check_block_cast(x, fmt, mode, transpose, seed);
+  Variant variant(fmt);
+  auto [dtype, f, how] = check_block_cast(x, fmt.substr(0, fmt.find('/')), mode, transpose, seed);
   x = row_major(x);
   auto [m, k] = as_matrix(x);
   Tensor data = empty(with_last(x, block_bytes(f, k)), element_type(f));
@@ -86,7 +132,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   float tensor_amax = 0.0f;
   if (nvfp4) tensor_amax = *read_fp32(amax(x));
   bool stochastic = seed.has_value();
-  BlockCastRule rule = {f, scale_rule(f, how, tensor_amax, stochastic), stochastic, 0, 0};
+  STD_TORCH_CHECK(!variant.squares || !(stochastic || variant.mae || variant.mse),
+                  "quantize_mx: no kernel has been written for these squares");
+  BlockCastRule rule = {
+      f, nvfp4 ? variant.rule(tensor_amax, stochastic) : scale_rule(f, how, 0.0f, stochastic),
+      stochastic, 0, 0};
+  std::vector<uint32_t> squares;
+  if (variant.squares) {
+    rule.ld_squares = ceil_div(k, kGroup) * kGroup / block_size(f);
+    squares = amaxes_of_squares(dtype, x.const_data_ptr(), m, k, block_size(f), rule.ld_squares);
+    rule.squares = squares.data();
+  }
   if (stochastic) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
   }

@@ -131,6 +131,9 @@ MIXPREC_HD void with_element(BlockFormat format, F&& f) {
 
 enum class ScaleMode : int32_t { floor, ceil, even, rceil };
 
+// By which error a block has the better of the scales that make its amax 6 or 4.
+enum class Adaptive : int32_t { none, mae, mse };
+
 // How the scale of a block follows from its amax, the same for all blocks of a tensor.
 struct ScaleRule {
   bool nvfp4;
@@ -141,6 +144,9 @@ struct ScaleRule {
   int32_t largest;
   // NVFP4: S / 6 and 1 / S of the scale S of the tensor.
   float sixth, tensor_inv;
+  // NVFP4 with two scales to choose from: S, the amax of the tensor and their product.
+  Adaptive adaptive = Adaptive::none;
+  float scale = 0.0f, amax = 0.0f, largest_product = 0.0f;
 };
 
 template <class E>
@@ -175,6 +181,17 @@ struct BlockCastRule {
   bool stochastic;
   uint64_t seed;
   uint32_t stream;  // 0 for x, 1 for its transpose
+  // The amaxes of square blocks, as bits, from that of the first element on; or none.
+  const uint32_t* squares = nullptr;
+  int64_t ld_squares = 0;
+
+  // The same for what begins with another element.
+  MIXPREC_HD BlockCastRule at(int64_t row, int64_t col) const {
+    BlockCastRule there = *this;
+    int block = block_size(format);
+    if (squares != nullptr) there.squares += row / block * ld_squares + col / block;
+    return there;
+  }
 };
 
 struct BlockScale {

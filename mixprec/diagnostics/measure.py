@@ -12,8 +12,7 @@ from ..functional import operands
 from ..functional._products import ROLES
 from ..functional.operands import Delayed
 from ..ops._reference import block_formats, scale_layout
-from ..ops._reference.block_formats import BLOCK_FORMATS, hadamard, sizes
-from ..ops.dequantize import dequantize_mx_op
+from ..ops._reference.block_formats import hadamard, sizes
 from ..recipes import Recipe
 
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
@@ -74,17 +73,18 @@ def decoded(
         each = scale_layout.expand(scale_inv, m, k)
         return operand.data.float() * each, scale_inv, each
     scale_inv = scale_layout.unswizzle(scale_inv, m, sizes(block_format, k)[1])
-    kept = dequantize_mx_op(operand.data, scale_inv, tensor, block_format, k, torch.float32)
-    wide = block_formats.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
-    size = BLOCK_FORMATS[block_format].block
-    return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]
+    kept = operands.decoded(operand, k, block_format, torch.float32)
+    block = block_formats.parse("decoded", block_format)
+    wide = block_formats.scales(block, scale_inv, tensor)
+    return kept, wide, wide.repeat_interleave(block.block, dim=-1)[:, :k]
 
 
-def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool = False) -> torch.Tensor:
-    """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
+def cast(recipe: Recipe, role: str, rows: torch.Tensor, size: int = 0) -> torch.Tensor:
+    """The values of rows [R, C], which a product sums along C, cast as this role: FP32. size: of
+    the rotation."""
     rows = rows.float().contiguous()
-    rows = hadamard(rows) if is_rotated else rows
-    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False).matrix
+    rows = hadamard(rows, size) if size else rows
+    operand = operands.cast(rows, role, recipe.unrotated, None, use_t=False, record=False).matrix
     if operand.scale_inv is None:
         return operand.data.float()
     return decoded(operand, rows, recipe.block_format(role))[0]
@@ -94,9 +94,10 @@ def product(
     recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
 ) -> torch.Tensor:
     """a [M, K] @ b_t [N, K]^T in FP32, of what the recipe makes of them in these roles."""
-    recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
-    is_rotated = recipe.hadamard and {*roles} == {"g", "x"}
-    return cast(recipe, roles[0], a, is_rotated) @ cast(recipe, roles[1], b_t, is_rotated).t()
+    name = next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward")
+    recipe = recipe.product(name)
+    size = recipe.rotation(name)
+    return cast(recipe, roles[0], a, size) @ cast(recipe, roles[1], b_t, size).t()
 
 
 @torch.no_grad()
@@ -113,7 +114,7 @@ def cast_sums(
     noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
     """
     x = x.detach()
-    recipe = recipe.casts(role)[0]
+    recipe = recipe.casts(role)[0].unrotated
     fmt: Format = getattr(recipe, role)
     if recipe.stochastic_rounding:
         recipe = dataclasses.replace(recipe, stochastic_rounding=())

@@ -116,7 +116,11 @@ def encode(
     """
     first, second = recipe.casts(role)
     plain = _encode(t, role, first, delayed, record)
-    other = plain if second == first else _encode(t, role, second, delayed, record)
+    if recipe.backward and role != "g":
+        t = Layout.both(t, role, recipe)[0].decode(plain)
+    elif second == first:
+        return Operand(plain, plain)
+    other = _encode(t, role, second, delayed, record)
     return Operand(plain, other)
 
 
@@ -128,6 +132,7 @@ def _encode(
         return Matrix(t.to(fmt.dtype))
     if _in_memory_order(t, getattr(recipe, f"{role}_granularity")):
         t = t.movedim(1, -1)
+    recipe = recipe.unrotated
     return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record).matrix
 
 

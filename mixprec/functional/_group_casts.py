@@ -185,10 +185,10 @@ def _rows(
         dtype, power_of_two = getattr(recipe, role).dtype, recipe.power_of_two_scale
         data, _, inv, *_ = quantize_op(x, dtype, None, False, granularity, power_of_two)
         return data, inv
-    name, seed = recipe.block_format(role), None
+    text, seed = recipe.block_cast(role), None
     if role in recipe.stochastic_rounding:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    data, _, inv, *_ = quantize_mx_op(x, name, recipe.scale_mode, False, seed, False, False)
+    data, _, inv, *_ = quantize_mx_op(x, text, recipe.scale_mode, False, seed, False, False)
     return data, inv
 
 

@@ -16,11 +16,13 @@ from ..ops._dispatch import simulation
 from ..ops._dispatch.casts import Cast
 from ..ops._dispatch.library import capability
 from ..ops._dispatch.scaled_mm import reads_swizzled
+from ..ops._reference import block_formats, scale_layout
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE, hadamard
+from ..ops.dequantize import dequantize_mx_op, dequantize_op
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
 from ..ops.scale import amax_op, new_scales
-from ..recipes import BLOCKS, DELAYED_ROLES, Recipe
+from ..recipes import DELAYED_ROLES, READ_BY, Recipe
 
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
 _SEPARATE_TRANSPOSE_SCALES = ("row", "block1x128", "mx")  # the transpose has other scales
@@ -31,8 +33,8 @@ class Matrix(NamedTuple):
 
     data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: fp32, of a shape that gemm takes for
     an a [M, K], None in 16 bits; of block formats, as `quantize_mx` returns it, [R, blocks of C],
-    or 4-dimensional in the layout of `scale_layout.swizzle`. tensor_scale_inv: fp32 [], of "nvfp4"
-    only. Three times None where no GEMM reads it.
+    or 4-dimensional in the layout of `scale_layout.swizzle`. tensor_scale_inv: fp32 [], [R, 1] or
+    [R, ceil(C / 128)], of "nvfp4" only. Three times None where no GEMM reads it.
     """
 
     data: Any
@@ -72,7 +74,8 @@ class Operand(NamedTuple):
 
 def check_transpose(op: str, weight: Operand, recipe: Recipe) -> None:
     """ValueError for a quantized_weight without the transpose that grad_input reads."""
-    if weight.own_t is None and recipe.w_granularity in (*_SEPARATE_TRANSPOSE_SCALES, *BLOCKS):
+    separate = recipe.w_granularity in _SEPARATE_TRANSPOSE_SCALES or recipe.block_format("w")
+    if weight.own_t is None and (separate or recipe.backward):
         raise ValueError(
             f"{op}: quantized_weight must have been cast with use_t=True: in {recipe.name} the "
             "transpose, which the gradient of x reads, has scales of its own"
@@ -116,11 +119,34 @@ def cast(
     if x.dim() == 1:
         x = x.unsqueeze(0)
     first, second = recipe.casts(role)
-    if not use_t or second == first:
+    if not use_t or _is_one_cast(role, recipe):
         return _cast(x, role, first, delayed, use_t, record, groups, amax)
     plain = _cast(x, role, first, delayed, False, record, groups, amax)
+    if recipe.backward and role != "g":
+        x = decoded(plain.matrix, x.shape[-1], first.block_format(role), x.dtype)
     own_t = _cast(x, role, second, delayed, True, record, groups, amax).matrix_t
     return Operand(plain.matrix, own_t)
+
+
+def _is_one_cast(role: str, recipe: Recipe) -> bool:
+    """Whether both products that read it cast the same tensor in the same way."""
+    first, second = recipe.casts(role)
+    return second == first and not (recipe.backward and role != "g")
+
+
+def decoded(
+    cast: Matrix, columns: int, block_format: str | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values [R, columns] of a cast that is not of 16 bits; those of 16 as they are."""
+    if cast.scale_inv is None:
+        return cast.data
+    if block_format is None:
+        return dequantize_op(cast.data, cast.scale_inv, dtype)
+    blocks = block_formats.sizes(block_format, columns)[1]
+    scale_inv = scale_layout.unswizzle(cast.scale_inv, cast.data.shape[0], blocks)
+    return dequantize_mx_op(
+        cast.data, scale_inv, cast.tensor_scale_inv, block_format, columns, dtype
+    )
 
 
 def _cast(
@@ -185,8 +211,8 @@ class OperandCast(NamedTuple):
         use_t: bool,
         record: bool = True,
     ) -> OperandCast:
-        first, second = recipe.casts(role)
-        if use_t and second != first:
+        first, _ = recipe.casts(role)
+        if use_t and not _is_one_cast(role, recipe):
             return OperandCast(role, recipe, use_t, _UNCAST, delayed, record)
         recipe = first
         fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
@@ -198,7 +224,7 @@ class OperandCast(NamedTuple):
                 and fmt.bits == 8
                 and recipe.scale_mode == DEFAULT_SCALE_MODE
                 and role not in recipe.stochastic_rounding
-                and not _rotates(role, recipe, use_t)
+                and not any(_rotations(role, recipe, use_t))
             )
             mx = Cast(fmt.dtype, None, use_t, "mx")
             return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
@@ -242,27 +268,33 @@ class OperandCast(NamedTuple):
 
 def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
     """x [..., C] in the block format of `role`."""
-    fmt = recipe.block_format(role)
-    assert fmt is not None, "is_block"
-    mode = recipe.scale_mode if fmt != "nvfp4" else DEFAULT_SCALE_MODE
+    text = recipe.block_cast(role)
+    block = block_formats.parse("linear", text)
+    mode = recipe.scale_mode if not block.nvfp4 else DEFAULT_SCALE_MODE
+    swizzled = reads_swizzled(block.name, x.device)
     x = x.flatten(0, -2)
-    rotate = _rotates(role, recipe, use_t)
+
+    def matrices(
+        rows: torch.Tensor, size: int, seed: torch.Tensor | None, transpose: bool
+    ) -> tuple[Matrix, Matrix]:
+        rows = hadamard(rows, size) if size else rows
+        data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
+            rows, text, mode, transpose, seed, swizzled, False
+        )
+        outer = None if block.outer is None else tensor_inv
+        return Matrix(data, scale_inv, outer), Matrix(data_t, scale_inv_t, outer)
+
+    sizes = _rotations(role, recipe, use_t)
+    at_once = use_t and not any(sizes) and block.casts_transpose
     seed = None
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
         seed = seed_of(x.device)
-    swizzled = reads_swizzled(fmt, x.device)
-    data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
-        x, fmt, mode, use_t and not rotate, seed, swizzled, False
-    )
-    tensor_scale_inv = tensor_inv if tensor_inv.dim() == 0 else None
-    matrix = Matrix(data, scale_inv, tensor_scale_inv)
-    if not rotate:
-        return Operand(matrix, Matrix(data_t, scale_inv_t, tensor_scale_inv) if use_t else None)
-    # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
-    another = None if seed is None else seed + 1
-    rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
-    tensor_inv_t = None if tensor_scale_inv is None else rotated[4]
-    return Operand(matrix, Matrix(rotated[0], rotated[2], tensor_inv_t))
+    matrix, own_t = matrices(x, sizes[0], seed, at_once)
+    if use_t and not at_once:
+        # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
+        another = None if seed is None else seed + 1
+        own_t, _ = matrices(x.t(), sizes[1], another, False)
+    return Operand(matrix, own_t if use_t else None)
 
 
 def seed_of(device: torch.device, casts: int = 1) -> torch.Tensor:
@@ -270,9 +302,9 @@ def seed_of(device: torch.device, casts: int = 1) -> torch.Tensor:
     return torch.randint(2**63 - 1, (casts,), dtype=torch.int64, device=device)
 
 
-def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
-    """The transpose of x and g is for grad_weight, which a recipe with hadamard rotates."""
-    return use_t and recipe.hadamard and role in ("x", "g")
+def _rotations(role: str, recipe: Recipe, use_t: bool) -> list[int]:
+    """The size of `Recipe.hadamard` for each product that reads it."""
+    return [recipe.rotation(product) for product in READ_BY[role][: 1 + use_t]]
 
 
 def wants_k_major(device: torch.device, granularity: str) -> bool:

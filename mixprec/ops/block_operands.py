@@ -33,6 +33,7 @@ def decode(x: Blocks) -> tuple[torch.Tensor, torch.Tensor | None]:
 def blocks_of(q: Quantized) -> Blocks:
     """A matrix in a block format, or that of which it is the t()."""
     name = block_formats.name_of(q.fmt, q.granularity)
+    name = name and block_formats.parse("gemm", name).name
     if name is None or q.columns is None:
         raise ValueError(f"gemm: a Quantized must be from mixprec.quantize, got {q.granularity!r}")
     rows = q.t() if q.is_t else q

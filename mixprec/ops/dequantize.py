@@ -52,8 +52,9 @@ def dequantize_mx_reference(args: Any) -> torch.Tensor:
     """Return element * scale of the codes of `quantize_mx` as `dtype` (fp32, bf16 or fp16).
 
     data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
-    scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32, one element, "nvfp4"
-    only: scales are first multiplied with it, in FP32; None for values without it. Returns data's
+    scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32 of one element, [M, 1] or
+    [M, ceil(K / 128)], "nvfp4" only: scales are first multiplied with it, in FP32; None for values
+    without it. Returns data's
     shape with `columns` as the last dimension, contiguous.
 
     The product is exact, but for the rounding to FP32 of subnormal and too large numbers, followed
@@ -67,9 +68,7 @@ def dequantize_mx_reference(args: Any) -> torch.Tensor:
     if block.element.bits == 4:
         codes = block_formats.split(codes, columns)
     wide = codes.float() if block.element.bits == 8 else block_formats.decode(codes, block.element)
-    scale = scale_inv.float() if block.nvfp4 else block_formats.e8m0_value(scale_inv)
-    if tensor_scale_inv is not None:
-        scale = scale * tensor_scale_inv.reshape(())
+    scale = block_formats.scales(block, scale_inv, tensor_scale_inv)
     scale = scale.repeat_interleave(block.block, 1)[:, :columns]
     return (wide * scale).to(dtype).reshape(_shape(data, columns)).contiguous()
 
@@ -83,8 +82,7 @@ def _check_mx(args: Any) -> None:
     data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
     block = block_formats.parse(op, fmt)
     checks.has_dtype(op, "data", data, (block.element.dtype,))
-    scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
-    checks.matches(op, "scale_inv", scale_inv, (scales,), data, owner="data")
+    checks.matches(op, "scale_inv", scale_inv, (block.scale_dtype,), data, owner="data")
     m, size = scale_layout.as_matrix(data.shape)
     wanted, across = block_formats.sizes(fmt, columns)
     if columns < 0 or wanted != size:
@@ -94,10 +92,18 @@ def _check_mx(args: Any) -> None:
         )
     checks.has_shape(op, "scale_inv", scale_inv, (m, across), f"[M, K / {block.block}]")
     if tensor_scale_inv is not None:
-        if not block.nvfp4:
+        if block.outer is None:
             raise ValueError(f"{op}: tensor_scale_inv must be None for {fmt}, got a tensor")
-        checks.is_scalar(op, "tensor_scale_inv", tensor_scale_inv, torch.float32, data, "data")
+        shapes = [scale_layout.scale_shape(name, m, columns) for name in ("row", "block1x128")]
+        if tuple(tensor_scale_inv.shape) not in shapes:
+            checks.is_scalar(op, "tensor_scale_inv", tensor_scale_inv, torch.float32, data, "data")
     checks.is_float(op, "dtype", dtype)
+
+
+def _no_kernel(args: Any, _: Any) -> str | None:
+    one = args.tensor_scale_inv is None or args.tensor_scale_inv.numel() == 1
+    plain = one and args.fmt in block_formats.BLOCK_FORMATS
+    return None if plain else f"no kernel has been written for {args.fmt} with these scales"
 
 
 dequantize_mx_op = Op(
@@ -108,6 +114,7 @@ dequantize_mx_op = Op(
     fake=lambda args: args.data.new_empty(_shape(args.data, args.columns), dtype=args.dtype),
     check=_check_mx,
     triton="dequantize",
+    refuses=dict.fromkeys(("cpp", "cuda", "triton"), _no_kernel),
 )
 
 
@@ -129,6 +136,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
     name = block_formats.name_of(q.fmt, q.granularity)
     if name is not None:
+        name = block_formats.parse(op, name).name
         rows = q.t() if q.is_t else q
         columns = rows.shape[-1] if rows.shape else 1
         wide = dequantize_mx_op(rows.data, rows.scale_inv, q.tensor_scale_inv, name, columns, dtype)

@@ -198,7 +198,7 @@ def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | 
 
 def _decoded(a: Blocks, b: Blocks) -> Operands:
     (a_data, a_inv), (b_data, b_inv) = decode(a), decode(b)
-    return Operands(a_data, b_data.t(), a_inv, b_inv)
+    return Operands(a_data, b_data.t(), a_inv, None if b_inv is None else b_inv.t())
 
 
 def _along_k(
@@ -238,8 +238,8 @@ def _unpack(
             f"{op}: simulate has no instruction of {arch} for {name} in a block format unless both "
             "operands are, with blocks along K"
         )
-    data, tensor_scale_inv = decode(blocks_of(x))
-    return data.t() if x.is_t else data, tensor_scale_inv
+    data, inv = decode(blocks_of(x))
+    return (data.t(), None if inv is None else inv.t()) if x.is_t else (data, inv)
 
 
 def _unpack_both(

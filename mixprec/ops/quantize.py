@@ -128,7 +128,8 @@ def quantize(
         "mx"            32 along K: E8M0, a power of two, uint8          [M, ceil(K / 32)]
         "nvfp4"         16 along K: E4M3; an FP32 scale for the tensor   [M, ceil(K / 16)]
 
-    "mx" takes E4M3, E5M2, E3M2, E2M3 and E2M1, "nvfp4" takes E2M1 (Formats or names).
+    "mx" takes E4M3, E5M2, E3M2, E2M3 and E2M1, "nvfp4" takes E2M1 (Formats or names). After slashes
+    they say what differs, as "nvfp4/16x16", with square blocks: docs/formats.md has the list.
 
     scale: the multiplier before the cast, fp32 with one element (a number is accepted), for
     "tensor" only, in [2^-126, 2^126]: ValueError for another value, or, on a GPU and inside
@@ -163,7 +164,7 @@ def quantize(
         checks.is_tensor(op, "x", x)  # whose other checks are those of the ops
     if x.requires_grad:
         checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
-    if granularity in ("mx", "nvfp4"):
+    if granularity.partition("/")[0] in block_formats.GRANULARITIES:
         if scale is not None or power_of_two_scale is not True:
             name, got = ("scale", scale) if scale is not None else ("power_of_two_scale", False)
             raise ValueError(
@@ -179,15 +180,13 @@ def quantize(
         if seed is not None and not isinstance(seed, torch.Tensor):
             checks.is_int64(op, "seed, if no tensor,", seed)
             seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-        data, data_t, scale_inv, inv_t, tensor_inv, amax = quantize_mx_op(
+        data, data_t, scale_inv, inv_t, outer, amax = quantize_mx_op(
             x, block, scale_mode, transpose, seed, False, True
         )
         data_t, inv_t = (data_t, inv_t) if transpose else (None, None)
-        tensor_inv = tensor_inv if tensor_inv.dim() == 0 else None
+        outer = None if outer.dim() == 1 else outer
         columns = scale_layout.as_matrix(x.shape)[1]
-        return Quantized(
-            data, scale_inv, amax, data_t, inv_t, parsed, granularity, tensor_inv, columns
-        )
+        return Quantized(data, scale_inv, amax, data_t, inv_t, parsed, granularity, outer, columns)
     if scale_mode != "rceil" or seed is not None:
         name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
         raise ValueError(

@@ -18,7 +18,7 @@ from mixprec import functional
 from mixprec.functional.operands import Delayed
 from mixprec.ops._reference.block_formats import hadamard
 from mixprec.ops.delayed_scales import UNUSED
-from mixprec.recipes import Recipe
+from mixprec.recipes import READ_BY, Recipe
 
 # Elements of other formats, and two kinds of blocks in one product.
 BLOCK_MIXES = (
@@ -101,15 +101,19 @@ def value(t: torch.Tensor, role: str, recipe: Recipe, *, transposed: bool = Fals
 
     transposed: as an operand of the GEMM that sums over its rows, where scales lie along these.
     """
+    if transposed and recipe.backward and role != "g":
+        t = value(t, role, recipe).reshape(t.shape).to(t.dtype)
+    product = READ_BY[role][transposed]
+    recipe = recipe.product(product)
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     rows = t.detach().reshape(math.prod(t.shape[:-1]), t.shape[-1])
     if fmt.bits == 16:
         return rows.to(fmt.dtype).double()
     rows = rows.t() if transposed else rows
-    if transposed and recipe.hadamard and role != "w":
-        rows = hadamard(rows)
+    if size := recipe.rotation(product):
+        rows = hadamard(rows, size)
     options = {"power_of_two_scale": recipe.power_of_two_scale, "granularity": granularity}
-    if granularity == "mx":
+    if granularity.startswith("mx"):
         options["scale_mode"] = recipe.scale_mode
     cast = mixprec.dequantize(mixprec.quantize(rows, fmt, **options)).double()
     return cast.t() if transposed else cast

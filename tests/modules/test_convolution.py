@@ -24,7 +24,8 @@ from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr
 
 LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_scaled)
-SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.is_scaled)
+# But for those whose backward products round x and w at random.
+SCALED = tuple(name for name, r in RECIPES.items() if r.is_scaled and not r.backward)
 MIXES = (
     Recipe("e5m2", E5M2, E5M2, E5M2),
     Recipe("rows of w", E4M3, E4M3, E5M2, w_granularity="row"),

@@ -25,7 +25,9 @@ FP8_MIXES = (
     Recipe("e5m2", E5M2, E5M2, E5M2),
     Recipe("any scale", E4M3, E4M3, E5M2, power_of_two_scale=False),
 )
-CURRENT = tuple(name for name, recipe in RECIPES.items() if not recipe.is_delayed)
+# But for those whose backward products round x and w at random.
+NAMED = {name: recipe for name, recipe in RECIPES.items() if not recipe.backward}
+CURRENT = tuple(name for name, recipe in NAMED.items() if not recipe.is_delayed)
 X_SHAPES = (
     ((0, 16), 5),
     ((4, 0, 16), 5),
@@ -73,7 +75,7 @@ def check_against_fp64(
         assert_close(bias.grad, exact, tolerance(exact, ones, rows, rounded_to).view(exact.shape))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), *FP8_MIXES, *BLOCK_MIXES], ids=name)
+@pytest.mark.parametrize("recipe", [*NAMED.values(), *FP8_MIXES, *BLOCK_MIXES], ids=name)
 def test_shapes(backend: str, recipe: Recipe) -> None:
     for i, (shape, n) in enumerate(X_SHAPES):
         for dtype in (WIDE[i % 3], WIDE[(i + 1) % 3]):
@@ -83,7 +85,7 @@ def test_shapes(backend: str, recipe: Recipe) -> None:
 
 
 @for_each("bias_dtype, w_dtype, x_dtype", pairwise([*WIDE, torch.float64], WIDE, WIDE))
-@for_each("recipe", RECIPES.values())
+@for_each("recipe", NAMED.values())
 def test_every_gradient_has_the_dtype_of_its_tensor(
     x_dtype: torch.dtype, w_dtype: torch.dtype, bias_dtype: torch.dtype, recipe: Recipe
 ) -> None:
@@ -91,7 +93,7 @@ def test_every_gradient_has_the_dtype_of_its_tensor(
     check_against_fp64(x, w, normal((5,), bias_dtype, seed=2), recipe)
 
 
-@for_each("recipe", RECIPES.values())
+@for_each("recipe", NAMED.values())
 @for_each("layout", LAYOUTS)
 def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
     dtype = recipe.x.dtype if recipe.x.bits == 16 else torch.float32
@@ -141,7 +143,7 @@ LARGE = {  # shapes of x and weight
 
 
 @for_each("kind, draw", pairwise(list(LARGE), [torch.randn, torch.rand, outliers]))
-@for_each("recipe", [*RECIPES.values(), *BLOCK_MIXES])
+@for_each("recipe", [*NAMED.values(), *BLOCK_MIXES])
 def test_signal_to_noise(recipe: Recipe, kind: str, draw: Callable[..., torch.Tensor]) -> None:
     """Against FP32: independent errors of two operands add up."""
     op, exact = OPS[kind][0], F.linear if kind == "linear" else F.conv2d
@@ -194,7 +196,7 @@ def test_the_gradient_has_the_strides_of_its_weight_and_the_same_bits(recipe: st
 
 @for_each("number", [math.inf, -math.inf, math.nan])
 @for_each(
-    "recipe, kind", [*pairwise(list(RECIPES), list(OPS)), *((mix, "linear") for mix in FP8_MIXES)]
+    "recipe, kind", [*pairwise(list(NAMED), list(OPS)), *((mix, "linear") for mix in FP8_MIXES)]
 )
 def test_non_finite_values_reach_the_gradients(
     backend: str, recipe: str | Recipe, kind: str, number: float

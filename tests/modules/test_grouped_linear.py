@@ -20,7 +20,7 @@ from mixprec.functional._transforms import _Context
 from mixprec.ops._dispatch.op import OPS
 from mixprec.recipes import RECIPES, Recipe
 
-NAMED = [recipe for recipe in RECIPES.values() if not recipe.is_delayed]
+NAMED = [r for r in RECIPES.values() if not r.is_delayed and not r.backward]
 MIXED = [
     Recipe(
         f"{x}-{w}-{g}", "e4m3", "e4m3", "e5m2", x_granularity=x, w_granularity=w, g_granularity=g,

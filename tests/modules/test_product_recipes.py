@@ -213,7 +213,7 @@ def test_contradictions(wrong: str, match: str) -> None:
 # Block formats: random rounding, and what is saved
 
 
-ALL = (*(recipe for recipe in RECIPES.values() if recipe.is_block), *BLOCK_MIXES)
+ALL = (*(r for r in RECIPES.values() if r.is_block and not r.backward), *BLOCK_MIXES)
 
 
 def products(
@@ -274,7 +274,7 @@ def test_codes_and_scales_are_what_is_saved(recipe: Recipe, kind: str) -> None:
         if recipe.hadamard and role == "x" and kind != "3x3":
             columns = -(-columns // BLOCK) * BLOCK
         per_byte = 2 if getattr(recipe, role).bits == 4 else 1
-        size = 16 if getattr(recipe, f"{role}_granularity") == "nvfp4" else 32
+        size = 16 if getattr(recipe, f"{role}_granularity").startswith("nvfp4") else 32
         want += rows * (-(-columns // per_byte) + -(-columns // size))
     assert sum(t.nbytes for t in low) == want
 
@@ -295,3 +295,58 @@ def test_statistics_of_a_cast_leave_the_random_numbers_alone() -> None:
     assert row["underflow"] == int(((x != 0) & (kept == 0)).sum()) / x.numel()
     assert row["scale_max"] > row["scale_min"] > 0
     assert row["overflow"] == 0
+
+
+@for_each("base", ["fp8", "fp8-block", "mxfp4", "nvfp4", "nvfp4-rowwise"])
+def test_backward_of_what_forward_saw(base: str) -> None:
+    """In bf16: of the decoded x and w, and with "bf16" of x and w themselves."""
+    x, w, g = torch.randn(40, 72), torch.randn(24, 72), torch.randn(40, 24)
+    recipe = Recipe.parse(base)
+    seen = [
+        mixprec.dequantize(mixprec.quantize(t, fmt, granularity=granularity))
+        for t, fmt, granularity in (
+            (x, recipe.x, recipe.x_granularity),
+            (w, recipe.w, recipe.w_granularity),
+        )
+    ]
+    for backward, (a, b) in (("dequantized", seen), ("bf16", (x, w))):
+        got = products(x, w, g, replace(recipe, name="own", backward=backward))
+        _, grad_x, grad_w = products(a, b, g, Recipe.parse("bf16"))
+        assert torch.equal(got[0], products(x, w, g, recipe)[0])
+        assert torch.equal(got[1], grad_x)
+        assert torch.equal(got[2], grad_w)
+    named = replace(recipe, name="own", backward="bf16")
+    assert replace(named, name=f"{base}+gi-bf16+gw-bf16") == Recipe.parse(f"{base}+gi-bf16+gw-bf16")
+    own = replace(recipe, name="own", backward="dequantized", products={"grad_weight": recipe})
+    assert [name for name, _ in own.products] == ["grad_weight"]
+    assert Recipe.from_dict(own.to_dict()) == own
+
+
+@for_each("name", ["quartet2", "tetrajet"])
+def test_recipes_whose_backward_is_random(name: str) -> None:
+    """The mean over seeds has the right size; odd shapes and a convolution run too."""
+    x, w, g = torch.randn(70, 45), torch.randn(33, 45), torch.randn(70, 33)
+    total = [torch.zeros_like(t) for t in products(x, w, g, Recipe.parse(name))]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        for sum_, t in zip(total, products(x, w, g, Recipe.parse(name)), strict=True):
+            sum_ += t / 20
+    for got, exact in zip(total, (x @ w.t(), g @ w, g.t() @ x), strict=True):
+        assert sqnr(exact, got) > 12
+        assert abs((got * exact).sum() / exact.square().sum() - 1) < 0.03
+    image, kernel = torch.randn(2, 4, 6, 5, requires_grad=True), torch.randn(8, 4, 3, 3)
+    y = functional.conv2d(image, kernel, recipe=name)
+    y.sum().backward()
+    assert image.grad is not None
+    assert sqnr(torch.nn.functional.conv2d(image, kernel), y) > 10
+
+
+def test_forward_in_bf16_from_some_step_on() -> None:
+    model = mixprec.convert(torch.nn.Sequential(torch.nn.Linear(48, 32)), "nvfp4")
+    x = torch.randn(64, 48)
+    before = model(x)
+    mixprec.convert(model, "bf16+gi-nvfp4+gw-nvfp4")
+    exact = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+    assert sqnr(exact, before) < 25
+    assert sqnr(exact, model(x)) > 45
+    assert model[0].recipe.product("grad_weight") == replace(RECIPES["nvfp4"], products=())

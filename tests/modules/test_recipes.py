@@ -14,6 +14,21 @@ from mixprec.recipes import GEMMS, RECIPES, Recipe
 
 FP8 = "x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
 NVFP4 = "x e2m1/nvfp4, w e2m1/nvfp4, g e2m1/nvfp4"
+PUBLISHED = (
+    "x e2m1/nvfp4{0}/nearest, w e2m1/nvfp4/16x16/nearest, g e2m1/nvfp4{0}/nearest, "
+    "stochastic_rounding(g), hadamard"
+)
+
+
+def from_cast(name: str, forward: str, backward: str, size: int) -> str:
+    """What a recipe prints whose backward products, both rotated, read what forward saw."""
+    first, second = (
+        ", ".join(f"{r} e2m1/nvfp4/{how}" for r in "xwg") for how in (forward, backward)
+    )
+    product = f"{name}-backward: {second}, stochastic_rounding(x,w,g)"
+    product += f", hadamard(grad_input {size},grad_weight {size})"
+    parts = [f"{name}: {first}", f"grad_input in {product}", f"grad_weight in {product}"]
+    return "; ".join([*parts, "backward of dequantized x and w"])
 
 
 def test_the_named_recipes() -> None:
@@ -26,7 +41,14 @@ def test_the_named_recipes() -> None:
         "fp8-block": "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
         "mxfp8": "mxfp8: x e4m3/mx, w e4m3/mx, g e4m3/mx",
         "mxfp4": "mxfp4: x e2m1/mx, w e2m1/mx, g e2m1/mx, stochastic_rounding(g)",
+        "mxfp8-32x32": "mxfp8-32x32: x e4m3/mx, w e4m3/mx/32x32, g e4m3/mx",
+        "nvfp4": f"nvfp4: {PUBLISHED.format('')}",
         "nvfp4-1x16": f"nvfp4-1x16: {NVFP4}, stochastic_rounding(g), hadamard",
+        "nvfp4-rowwise": f"nvfp4-rowwise: {PUBLISHED.format('/row')}",
+        "nvfp4-4over6": "nvfp4-4over6: x e2m1/nvfp4/mae/max256, w e2m1/nvfp4/mae/max256, "
+        "g e2m1/nvfp4/nearest, stochastic_rounding(g), hadamard",
+        "quartet2": from_cast("quartet2", "mse/max256", "eden", 128),
+        "tetrajet": from_cast("tetrajet", "1x128", "1x128/nearest", 16),
     }
 
 
@@ -60,8 +82,10 @@ def test_what_follows_from_the_formats() -> None:
     properties = {
         "needs_loss_scaling": {"fp16"},
         "is_scaled": RECIPES.keys() - {"bf16", "fp16"},
-        "is_block": {"mxfp8", "mxfp4", "nvfp4-1x16"},
-        "is_fp8": {"fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"},
+        "is_block": {
+            name for name in RECIPES if name.startswith(("mx", "nv", "quartet2", "tetra"))
+        },
+        "is_fp8": {"fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp8-32x32"},
         "is_delayed": {"fp8-delayed"},
     }
     for property, names in properties.items():
@@ -110,7 +134,7 @@ NAMES = {
     "fp8-delayed": ["DelayedScaling", "fp8_delayed"],
     "fp8-block": ["Float8BlockScaling", " FP8-Block ", "blockwise"],
     "mxfp8": ["MXFP8BlockScaling"],
-    "nvfp4-1x16": ["nvfp4", "NVFP4", "NVFP4BlockScaling"],
+    "nvfp4": ["NVFP4", "NVFP4BlockScaling"],
     "mxfp4": ["MXFP4"],
 }  # fmt: skip
 
@@ -135,7 +159,7 @@ VALID = ", ".join(f'"{name}"' for name in RECIPES)
         (torch.float8_e4m3fn, r'"float8_e4m3fn" .* it is a format, of which a recipe'),
         ("amp", '"bf16" where the processor has it'),
         ("O2", r"mixprec.cast_parameters\(model, torch.bfloat16\) casts the weights"),
-        ("fp4", 'names no scales: "nvfp4-1x16"'),
+        ("fp4", 'names no scales: "nvfp4"'),
         ("tf32", "set_float32_matmul_precision"),
         ("params=bfloat16,compute=bfloat16", "mixprec.cast_parameters casts them"),
         ("params=float32", "must say what to compute in"),
@@ -175,10 +199,17 @@ def test_names_without_a_counterpart_are_told_why(word: object, reason: str) -> 
         ("nvfp4-1x16", {"g": "e4m3"}, "g_granularity must be 'mx' for e4m3, .* got 'nvfp4'"),
         ("mxfp8", {"scaling": "delayed"}, "scaling must be 'current': block formats have their"),
         ("mxfp8", {"scale_mode": "up"}, "scale_mode must be one of 'floor', "),
-        ("nvfp4-1x16", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
+        ("nvfp4", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
         ("mxfp4", {"stochastic_rounding": "g"}, "stochastic_rounding must be some of"),
-        ("mxfp4", {"hadamard": 1}, "hadamard must be True or False, got 1"),
-        ("fp8", {"hadamard": True}, "hadamard must be False: it is for the block formats"),
+        ("mxfp4", {"hadamard": 1}, "hadamard must be True, False or sizes, .*got 1"),
+        ("nvfp4", {"hadamard": {"forward": 16}}, "hadamard must be True, False or sizes, .* got"),
+        ("nvfp4", {"hadamard": {"grad_weight": 8}}, "sizes, of .16, 32, 64, 128., of some of"),
+        ("nvfp4", {"w_granularity": "nvfp4/32x32"}, "fmt must have parts that go together"),
+        ("nvfp4", {"x_granularity": "nvfp4/7over6"}, "after slashes some of 32x32, .*nvfp4/7over6"),
+        ("fp8", {"x_granularity": "tensor/16x16"}, "x_granularity must be 'tensor' or .* for e4m3"),
+        ("fp8", {"backward": "fp32"}, "backward must be one of None, 'dequantized', 'bf16'"),
+        ("fp8", {"backward": "bf16", "products": {"grad_weight": "mxfp8"}}, "with products"),
+        ("fp8", {"hadamard": True}, "hadamard must be .*: it is for the block formats"),
         ("bf16", {"stochastic_rounding": ("g",)}, r"stochastic_rounding must be \(\): bf16 oper"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import for_each, nearest, normal, pairwise
 from independent import assert_same_lists
-from test_fp8_composition import EVERY, batch, compiled, make, train
+from test_fp8_composition import EVERY, NAMED, batch, compiled, make, train
 from torch import nn
 
 import mixprec
@@ -139,7 +139,7 @@ LAYERS = {  # and shapes of an input
 @pytest.mark.parametrize(
     ("recipe", "kind", "compile"),
     [
-        *((*case, False) for case in pairwise(list(RECIPES), list(LAYERS))),
+        *((*case, False) for case in pairwise(NAMED, list(LAYERS))),
         *((recipe, "linear", True) for recipe in ("bf16", "fp8", "fp8-delayed", "nvfp4-1x16")),
     ],
 )

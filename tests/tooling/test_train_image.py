@@ -105,15 +105,15 @@ def test_one_line_names_what_is_wrong(
 
 
 def test_an_alias_prints_as_the_recipe_that_it_is(examples: pytest.MonkeyPatch) -> None:
-    """ "nvfp4" is not the recipe published under that name."""
-    words = ["--recipes=fp32,nvfp4,fused-nvfp4,hybrid@hopper-fast"]
+    """A name of another library is shown as ours."""
+    words = ["--recipes=fp32,NVFP4BlockScaling,fused-nvfp4,hybrid@hopper-fast"]
     names = importlib.import_module("train_gpt").parse_arguments(words).recipes
-    assert names == ["fp32", "nvfp4-1x16", "fused-nvfp4-1x16", "fp8@hopper-fast"]
+    assert names == ["fp32", "nvfp4", "fused-nvfp4", "fp8@hopper-fast"]
     parse = importlib.import_module("train_image").parse_arguments
-    assert parse(["--recipes=nvfp4,nvfp4-1x16,fp32"]).recipes == ["nvfp4-1x16", "fp32"]
+    assert parse(["--recipes=nvfp4,NVFP4,fp32"]).recipes == ["nvfp4", "fp32"]
     for program in ("train_pruned", "train_ranks"):
         parse = importlib.import_module(program).parse_arguments
-        assert parse(["--recipe=nvfp4"]).recipe == "nvfp4-1x16"
+        assert parse(["--recipe=NVFP4"]).recipe == "nvfp4"
 
 
 # examples/train_pruned.py: masks that hold through low-precision training

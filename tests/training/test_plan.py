@@ -151,7 +151,7 @@ def test_predicted_is_what_the_loss_grows_by(loss: Any) -> None:
             optimizer.zero_grad()
             task(*batch).backward()
             optimizer.step()
-    plan = mixprec.plan(task, data, budget={"time": 1.0}, formats=("mxfp4", "nvfp4"))
+    plan = mixprec.plan(task, data, budget={"time": 1.0}, formats=("mxfp4", "nvfp4-1x16"))
 
     def total(assignment: Any) -> float:
         converted = plan.replaced(assignment).apply(copy.deepcopy(task))
@@ -332,7 +332,7 @@ def test_recipes_of_a_file(tmp_path: Path) -> None:
     }  # fmt: skip
     assert edited.predicted != plan.predicted
     assert load(recipes={"up": "BF16+gw-tensorwise"}).recipes["up"] == "bf16+gw-fp8"
-    for recipe, got in (("fp8-block", "fp8-block"), ("fp8+gi-nvfp4", "nvfp4-1x16")):
+    for recipe, got in (("fp8-block", "fp8-block"), ("fp8+gi-nvfp4-1x16", "nvfp4-1x16")):
         with pytest.raises(ValueError, match=f"layer 'up' must be one of .* got '{got}'"):
             load(recipes={"up": recipe})
     with pytest.raises(ValueError, match="there was no layer 'upp'"):
@@ -384,7 +384,7 @@ def test_bad_input(options: dict[str, Any], match: str) -> None:
 
 
 def test_costs() -> None:
-    chosen = choose(("nvfp4", "fp8"))
+    chosen = choose(("nvfp4-1x16", "fp8"))
     assert [*chosen] == ["bf16", "nvfp4-1x16", "fp8"]
     layer = Layer("a", nn.Linear(4096, 4096), flops=2 * 8192 * 4096**2)
     layer.x, layer.w = 8192 * 4096, 4096**2

@@ -145,12 +145,19 @@ void encode_stochastic(const BlockCastRule& rule, const X* x, int64_t n, int64_t
   if (pairs) join_codes(4, b.codes, q, n / 2);
 }
 
-// At most kMxPiece elements in whole groups.
+// At most kMxPiece elements in whole groups. squares: the amaxes of their blocks, or none.
 template <class E, int block, class X>
 uint32_t quantize_groups(const BlockCastRule& rule, const X* x, int64_t n, int64_t element,
-                         MxBuffers& b, uint8_t* q, uint8_t* scale_inv) {
+                         MxBuffers& b, uint8_t* q, uint8_t* scale_inv, const uint32_t* squares) {
   uint32_t most = largest_of<block>(x, n / block, b.largest);
+  for (int64_t i = 0; squares != nullptr && i < n / block; ++i) {
+    b.largest[i] = squares[i];
+    most = squares[i] > most ? squares[i] : most;
+  }
   scales_of(rule.scale, n / block, b);
+  if constexpr (block == 16) {
+    if (rule.scale.adaptive != Adaptive::none) choose_scales(x, rule.scale, n / block, b);
+  }
   __builtin_memcpy(scale_inv, b.scale, static_cast<uint64_t>(n / block));
   if (rule.stochastic) {
     encode_stochastic<E, block>(rule, x, n, element, b, q);
@@ -167,8 +174,8 @@ uint32_t quantize_row(const BlockCastRule& rule, const X* x, int64_t n, int64_t 
   int64_t last = n % kMxGroup, full = n - last;
   uint32_t most = 0;
   auto cast = [&](const X* in, int64_t first, int64_t count, uint8_t* codes, uint8_t* scales) {
-    uint32_t largest =
-        quantize_groups<E, block>(rule, in, count, element + first, b, codes, scales);
+    uint32_t largest = quantize_groups<E, block>(rule, in, count, element + first, b, codes, scales,
+                                                 rule.at(0, first).squares);
     most = largest > most ? largest : most;
   };
   for (int64_t i = 0; i < full; i += kMxPiece) {
@@ -227,7 +234,8 @@ void quantize_mx_columns(Dtype dtype, const BlockCastRule& rule, const void* x, 
                          uint8_t* q_t, int64_t ld_q, uint8_t* scale_inv_t, int64_t ld_scale) {
   MxBuffers buffers;
   with_formats(dtype, rule.format, [&]<class X, class E, int block>(Type<X>, E, Indices<block>) {
-    if (!rule.stochastic && rows % kMxGroup == 0 && cols % 32 == 0) {
+    bool plain = rule.squares == nullptr && rule.scale.adaptive == Adaptive::none;
+    if (plain && !rule.stochastic && rows % kMxGroup == 0 && cols % 32 == 0) {
       if (quantize_side_by_side<Registers, E, block>(rule, static_cast<const X*>(x), ld, rows, cols,
                                                      q_t, ld_q, scale_inv_t, ld_scale)) {
         return;
@@ -235,14 +243,19 @@ void quantize_mx_columns(Dtype dtype, const BlockCastRule& rule, const void* x, 
     }
     alignas(64) X turned[kMxCols * kMxRows];
     alignas(64) uint8_t codes[kMxPiece], scales[kMxPiece / block];
+    uint32_t squares[kMxPiece / block];
     int64_t padded = (rows + kMxGroup - 1) / kMxGroup * kMxGroup;
     turn(static_cast<const X*>(x), ld, rows, cols, turned, padded);
     bool stream = ld * ld_q >= kStreamed;
     int64_t at_once = rule.stochastic ? 1 : kMxPiece / padded;  // columns: random bits have gaps
     for (int64_t c = 0; c < cols; c += at_once) {
-      int64_t count = cols - c < at_once ? cols - c : at_once;
+      int64_t count = cols - c < at_once ? cols - c : at_once, down = padded / block;
+      for (int64_t i = 0; rule.squares != nullptr && i < count * down; ++i) {
+        squares[i] = rule.squares[i % down * rule.ld_squares + (c + i / down) / block];
+      }
       quantize_groups<E, block>(rule, turned + c * padded, count * padded, element + c * ld_element,
-                                buffers, codes, scales);
+                                buffers, codes, scales,
+                                rule.squares == nullptr ? nullptr : squares);
       for (int64_t i = 0; i < count; ++i) {
         store_codes(q_t + (c + i) * ld_q, codes + i * block_bytes(rule.format, padded),
                     block_bytes(rule.format, rows), stream);

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ...formats import FORMATS, Format
 from ...ops._reference import scale_layout
-from ...ops._reference.block_formats import BLOCK_FORMATS, BlockFormat, name_of
+from ...ops._reference.block_formats import BlockFormat, name_of, parse
 from ...ops.act_quantize import act_backward_op, act_quantize_op
 from ...ops.attention import attention_backward_op, attention_op, rotary_in_place_op, rotary_op
 from ...ops.cross_entropy import cross_entropy_backward_op, cross_entropy_op
@@ -254,12 +254,12 @@ def cast_format(call: Call) -> Cast | None:
     """What a cast casts to; None: as it was."""
     given = call.given
     if "fmt" in given:
-        return BLOCK_FORMATS[given["fmt"]] if ours(call.func) is quantize_mx_op else None
+        return parse("audit", given["fmt"]) if ours(call.func) is quantize_mx_op else None
     if "bits" in given:
         return None  # integers
     fmt = next((f for f in FORMATS if f.dtype == call.results[0].dtype), None)
     if fmt is not None and given.get("granularity") == "mx":
-        return BLOCK_FORMATS[name_of(fmt, "mx") or ""]
+        return parse("audit", name_of(fmt, "mx") or "")
     return fmt
 
 

@@ -27,7 +27,7 @@ from .sensitivity import Sensitivities, Training, unplanned_flops
 _BATCHES = 8
 # Of a limit of the loss: it may grow by more than predicted, also by more than this (docs/plan.md).
 _MARGIN = 2.0
-_FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4", "bf16")
+_FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4-1x16", "bf16")
 
 
 def plan(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...ops._reference.block_formats import BLOCK_FORMATS
+from ...ops._reference.block_formats import parse
 from ...recipes import Recipe
 from .sensitivity import GRAD_INPUT, GRAD_WEIGHT, Layer
 
@@ -71,7 +71,7 @@ def _bytes(recipe: Recipe, role: str) -> float:
     if name is None:
         return bits / 8
     stored = 4 if bits == 4 else 8  # six bits take a byte
-    return stored / 8 + 1 / BLOCK_FORMATS[name].block
+    return stored / 8 + 1 / parse("plan", name).block
 
 
 @dataclass(frozen=True)

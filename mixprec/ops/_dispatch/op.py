@@ -295,7 +295,7 @@ class Op:
         if device == "cuda" and backend != "reference":
             return self._compared(backend, index, args)
         runs = device != "meta" and not torch.compiler.is_compiling()
-        if backend == "reference" and context.backend is None and runs and not self._warned:
+        if backend == "reference" and context.backend != "reference" and runs and not self._warned:
             self._warned = True
             logger.warning(
                 "%s runs as its plain torch reference on %s: no other variant can do it",
@@ -360,6 +360,10 @@ class Op:
             owner = args[self._owner]
             device = (owner[0] if self._owner_is_list else owner).device
             kind, run = self._chosen.get((context.backend, device), _UNKNOWN)
+            # Before a choice, which is for all calls: this one may be one that no kernel can do.
+            refuses = self._refuses.get("cpp" if device.type == "cpu" else "cuda")
+            if refuses and self._prefers is None and refuses(self.Args(*args), None):
+                kind, run = device.type, self._ready("reference", device.type, 0, args)
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)

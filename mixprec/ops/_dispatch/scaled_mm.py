@@ -61,6 +61,8 @@ def why_not(a: Blocks, b: Blocks, capability: Capability | None) -> str | None:
             return f"{who} needs contiguous codes and scales of {name}"
         if (x.tensor_scale_inv is None) == (x.fmt == NVFP4):
             return f"{who} needs the FP32 scale of the tensor with NVFP4, and with it only"
+        if x.tensor_scale_inv is not None and x.tensor_scale_inv.dim() > 0:
+            return f"{who} needs one FP32 scale of {name}, got {tuple(x.tensor_scale_inv.shape)}"
     return None
 
 
