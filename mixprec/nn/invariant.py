@@ -1,10 +1,5 @@
-"""convert(invariant=True): what a model computes for a token has the same bits whatever is beside
-it in the batch, and whether it comes in one piece or token by token.
-
-Layers, fused norms and activations, rotary positions and attention of mixprec are that by
-themselves on a CPU: each row of a result is summed in an order of its own sizes only. Of what torch
-computes between them, some functions are computed by ours here and some are refused.
-"""
+"""convert(invariant=True): what torch computes between layers, by kernels whose rows have the same
+bits whatever is beside them, as those of layers have on a CPU; or an error."""
 
 from __future__ import annotations
 
@@ -125,76 +120,65 @@ def _matmul(func: Any, input: Any, other: Any, **options: Any) -> Any:
     if options or not (_is_low(input) and _is_low(other)):
         return _torchs(func, input, other, **options)
     a, b = (autocast.operand(x) for x in (input, other))
-    if a.dtype != b.dtype or a.dim() < 1 or b.dim() < 1 or a.shape[-1] != b.shape[-2:][0]:
-        return func(input, other)  # an error that torch explains
-    left = a.unsqueeze(0) if a.dim() == 1 else a
-    right = b.unsqueeze(1) if b.dim() == 1 else b
+    right = b.unsqueeze(-1) if b.dim() == 1 else b
+    if a.dtype != b.dtype or a.dim() < 2 or b.dim() == 0 or a.shape[-1] != right.shape[-2]:
+        return _torchs(func, input, other)
     with without_modes():
-        y = matmul(left, right)
-    y = y.squeeze(-1) if b.dim() == 1 else y
-    return y.squeeze(-1 if b.dim() == 1 else -2) if a.dim() == 1 else y
+        y = matmul(a, right)
+    return y.squeeze(-1) if b.dim() == 1 else y
 
 
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not (_is_low(input) and _is_low(weight)):
-        return _torchs(func, input, weight, bias)
     y = _matmul(torch.matmul, input, weight.mT)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _reflected(func: Any, input: Any, other: Any) -> Any:
-    return _matmul(torch.matmul, other, input)
-
-
-def _torchs(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refused(reason: str) -> Callable[..., Any]:
     """Of integers and FP64 nothing is said; other floating-point numbers are refused."""
-    if any(map(_is_low, (*args, *kwargs.values()))):
-        _refuse(getattr(func, "__name__", str(func)), "torch chooses its kernel by the sizes")
-    return func(*args, **kwargs)
 
-
-def _activation(kind: str) -> Callable[..., Any]:
-    def run(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        how = {"none": kind, "tanh": f"{kind}_tanh"}.get(kwargs.get("approximate", "none"))
-        if not _is_low(input) or how is None:
-            return func(input, *args, **kwargs)
-        with without_modes():
-            return Activation.apply(input, how)
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(map(_is_low, (*args, *kwargs.values()))):
+            _refuse(getattr(func, "__name__", str(func)), reason)
+        return func(*args, **kwargs)
 
     return run
 
 
-def _of_tails(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """The last elements of a tensor, which do not fill a vector, get another formula."""
-    if _is_low(input):
-        name = getattr(func, "__name__", str(func))
-        _refuse(name, "torch computes the last elements of a tensor by another formula")
-    return func(input, *args, **kwargs)
+_torchs = _refused("torch chooses its kernel by the sizes")
+
+
+def _activation(kind: str) -> Callable[..., Any]:
+    def run(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        tanh = kwargs.get("approximate") == "tanh"
+        if not _is_low(input):
+            return func(input, *args, **kwargs)
+        with without_modes():
+            return Activation.apply(input, f"{kind}_tanh" if tanh else kind)
+
+    return run
 
 
 def _rsqrt(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    if _is_low(input) and input.dtype != torch.float32:
-        return func(input.float(), *args, **kwargs).to(input.dtype)
-    return func(input, *args, **kwargs)
+    return func(input.float(), *args, **kwargs).to(input.dtype) if _is_low(input) else func(input)
 
 
 def _softmax(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[0] if args else None)
-    size = input.shape[-1] if input.dim() else 0
-    if not _is_low(input) or dim not in (-1, input.dim() - 1) or size >= _LEAST:
+    rest = _LEAST - input.shape[-1] if _is_low(input) and dim in (-1, input.dim() - 1) else 0
+    if rest <= 0:
         return func(input, *args, **kwargs)
-    padded = nn.functional.pad(input, (0, _LEAST - size), value=-torch.inf)
-    return func(padded, *args, **kwargs)[..., :size]
+    padded = nn.functional.pad(input, (0, rest), value=-torch.inf)
+    return func(padded, *args, **kwargs)[..., :-rest]
 
 
 def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     operands = attention_operands(*args, **kwargs)
     if operands is None:
-        _refuse(
-            "scaled_dot_product_attention",
+        reason = (
             "torch computes it, with dropout, with a mask and is_causal, in FP64, with a mask that "
-            "needs a gradient, or inside of sdpa_kernel",
+            "needs a gradient, or inside of sdpa_kernel"
         )
+        _refuse("scaled_dot_product_attention", reason)
     return attend(operands[0].dtype, True, *operands)
 
 
@@ -207,13 +191,11 @@ def _dropout(
 
 
 def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Any:
-    training = kwargs.get("training", args[5] if len(args) > 5 else False)
-    if training:
+    if kwargs.get("training", args[5] if len(args) > 5 else False):
         _refuse("batch_norm", "it has the mean and the variance of the batch")
     return func(*args, **kwargs)
 
 
-_F = _originals.functional
 _PRODUCTS = """
 addmm addmv addbmm baddbmm addr mv dot vdot inner tensordot einsum chain_matmul bilinear conv1d
 conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward lstm
@@ -231,16 +213,20 @@ def _named(names: str) -> list[Any]:
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_named(_PRODUCTS), _torchs),
-    **dict.fromkeys(_named(_TAILS), _of_tails),
-    **dict.fromkeys(_named("matmul mm bmm __matmul__"), _matmul),
-    **dict.fromkeys(_named("__rmatmul__"), _reflected),
-    **dict.fromkeys(_named("linear"), _linear),
-    **dict.fromkeys(_named("silu"), _activation("silu")),
-    **dict.fromkeys(_named("gelu"), _activation("gelu")),
-    **dict.fromkeys(_named("rsqrt"), _rsqrt),
-    **dict.fromkeys(_named("softmax"), _softmax),
-    **dict.fromkeys(_named("scaled_dot_product_attention"), _attention),
-    **dict.fromkeys(_named("dropout"), _dropout),
-    **dict.fromkeys(_named("batch_norm"), _batch_norm),
+    function: handler
+    for names, handler in (
+        (_PRODUCTS, _torchs),
+        (_TAILS, _refused("torch computes the last elements of a tensor by another formula")),
+        ("matmul mm bmm __matmul__", _matmul),
+        ("__rmatmul__", lambda func, input, other: _matmul(torch.matmul, other, input)),
+        ("linear", _linear),
+        ("silu", _activation("silu")),
+        ("gelu", _activation("gelu")),
+        ("rsqrt", _rsqrt),
+        ("softmax", _softmax),
+        ("scaled_dot_product_attention", _attention),
+        ("dropout", _dropout),
+        ("batch_norm", _batch_norm),
+    )
+    for function in _named(names)
 }
