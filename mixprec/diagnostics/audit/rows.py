@@ -65,7 +65,8 @@ def _factors(count: int) -> torch.Tensor:
 def _hashes(t: torch.Tensor) -> torch.Tensor:
     """A number for the bits of each row that is not 0."""
     rows = t.detach().reshape(-1, t.shape[-1] if t.dim() else 1)
-    codes = rows.contiguous().view(torch.uint8).view(rows.shape[0], -1).long().cpu()
+    rows = rows.clone(memory_format=torch.contiguous_format)  # a size of 1 may have any stride
+    codes = rows.view(torch.uint8).view(rows.shape[0], -1).long().cpu()
     numbers = (codes * _factors(codes.shape[1])).sum(1)
     return numbers[numbers != 0].unique()
 
