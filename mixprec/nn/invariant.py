@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from .. import _originals
 from .._context import context
@@ -84,7 +85,7 @@ class Invariant(Wrapped):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self._uncompiled(*args, **kwargs)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
         with InvariantMode():

@@ -186,7 +186,13 @@ def test_it_is_of_the_model_and_ends() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("left", "right"), [((5, 33), (33, 9)), ((2, 3, 5, 33), (3, 33, 9)), ((4, 5, 7), (7, 2))]
+    ("left", "right"),
+    [
+        ((5, 33), (33, 9)),
+        ((2, 3, 5, 33), (3, 33, 9)),
+        ((4, 5, 7), (7, 2)),
+        ((70, 2300), (2300, 65)),
+    ],
 )
 def test_products_and_their_gradients(
     dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...]
@@ -194,14 +200,14 @@ def test_products_and_their_gradients(
     a, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in (left, right))
     y, want = matmul(a, b), a.double() @ b.double()
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), want, atol=8 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(y.double(), want, atol=a.shape[-1] * tolerance, rtol=tolerance)
     g = torch.randn_like(y)
     for got, ref in zip(
         torch.autograd.grad(y, (a, b), g),
         torch.autograd.grad(want, (a, b), g.double()),
         strict=True,
     ):
-        torch.testing.assert_close(got, ref, atol=16 * tolerance, rtol=4 * tolerance)
+        torch.testing.assert_close(got, ref, atol=99 * tolerance, rtol=4 * tolerance)
     assert torch.equal(matmul(a[..., :1, :], b), y[..., :1, :])
 
 
