@@ -20,7 +20,15 @@ from mixprec.formats import BLOCK, FORMATS
 from . import device, front, pages, results, table
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
-from .studies import accuracy, four_bits, peak, predicted_step, several_ranks, step_counts
+from .studies import (
+    accuracy,
+    four_bits,
+    peak,
+    predicted_step,
+    same_bits,
+    several_ranks,
+    step_counts,
+)
 from .studies import models as families
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -248,6 +256,7 @@ OF_A_FILE: dict[str, Block] = {
     "lean": lean,
     "versions": versions,
     "model-table": families.block,
+    "same-bits": same_bits.block,
     "peak": peak.block,
     "accuracy": accuracy.block,
 }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .cuda_graph import graphed
     from .diagnostics.audit import Audit, audit, bisect
     from .diagnostics.audit.diff import Diff
+    from .diagnostics.invariance import Invariance, invariance
     from .diagnostics.memory_report import MemoryReport, memory_report
     from .diagnostics.outliers import choose_outliers
     from .diagnostics.plan import plan
@@ -51,6 +52,7 @@ __all__ = [
     "Diff",
     "Format",
     "GradScaler",
+    "Invariance",
     "MemoryReport",
     "Plan",
     "Quantized",
@@ -74,6 +76,7 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "graphed",
+    "invariance",
     "is_available",
     "lean",
     "load_checkpoint",
@@ -105,6 +108,7 @@ _DEFINED_IN = {
     "Audit": "diagnostics.audit",
     "Diff": "diagnostics.audit.diff",
     "GradScaler": "amp.grad_scaler",
+    "Invariance": "diagnostics.invariance",
     "MemoryReport": "diagnostics.memory_report",
     "Plan": "diagnostics.plan.result",
     "Recipe": "recipes",
@@ -119,6 +123,7 @@ _DEFINED_IN = {
     "freeze": "frozen",
     "gather_in_fp8": "nn.gather",
     "graphed": "cuda_graph",
+    "invariance": "diagnostics.invariance",
     "is_available": "availability",
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",

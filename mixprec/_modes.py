@@ -62,7 +62,11 @@ class Mode(TorchFunctionMode):
 
 class Block(Mode):
     """What layers look up. It holds for a checkpoint that is computed again if it did for the
-    forward pass, and in other code of a backward pass it moves no op."""
+    forward pass, and in other code of a backward pass it moves no op.
+
+    in_order: rows of attention have bits that depend on no other rows."""
+
+    in_order = False
 
     def in_backward(self) -> Mode:
         return self

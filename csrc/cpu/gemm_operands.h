@@ -94,8 +94,8 @@ inline Scales scales_of(const MaybeTensor& t, int64_t rows, int64_t k, int row_d
 inline void check_devices_and_dtypes(const Tensor& a, const Tensor& b, const char* op) {
   STD_TORCH_CHECK(on_cpu(a) && on_cpu(b), op, ": a and b must be on the CPU");
   Dtype x = dtype_of(a, op), y = dtype_of(b, op);
-  STD_TORCH_CHECK((is_fp8(x) && is_fp8(y)) || (x == y && (x == Dtype::f16 || x == Dtype::bf16)), op,
-                  ": a and b must both be fp16, both bf16, or fp8");
+  STD_TORCH_CHECK((is_fp8(x) && is_fp8(y)) || (x == y && is_float(x)), op,
+                  ": a and b must both be fp32, both fp16, both bf16, or fp8");
 }
 
 // acc, to which a product of the others is added, is [.., M, N] of this shape.
@@ -123,7 +123,7 @@ inline Matrix matrix_of(const Tensor& t, int64_t rows_dim, int64_t k_dim) {
 }
 
 inline const GemmKernel& kernel_for(Dtype dtype) {
-  return dtype == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
+  return dtype == Dtype::f16 || dtype == Dtype::f32 ? loops().gemm_f32 : loops().gemm_bf16;
 }
 
 }  // namespace mixprec::cpu

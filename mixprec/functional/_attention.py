@@ -35,11 +35,12 @@ class _Attention(torch.autograd.Function):
         scale: float,
         low: torch.dtype,
         mask: torch.Tensor | None,
+        in_order: bool | None,
     ) -> torch.Tensor:
         ctx.causal, ctx.scale, ctx.dtypes = causal, scale, (q.dtype, k.dtype, v.dtype)
         ctx.backend = context.backend
         q, k, v = q.to(low), k.to(low), v.to(low)
-        out, logsumexp, remainder = run(q, k, v, causal, scale, mask)
+        out, logsumexp, remainder = run(q, k, v, causal, scale, mask, in_order)
         saved_as("scores", q, k, v)
         saved_as("attended", out)
         saved_as("attended_remainder", remainder)
@@ -61,7 +62,7 @@ class _Attention(torch.autograd.Function):
             x.to(dtype) if need else None
             for x, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *needed, None, None, None, None
+        return *needed, *[None] * 5
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -181,8 +182,10 @@ def run_attention(
     scale: float | None,
     low: torch.dtype,
     mask: torch.Tensor | None = None,
+    in_order: bool | None = None,
 ) -> torch.Tensor:
-    """`attention` of q, k and v rounded to `low`; the result has the dtype of q."""
+    """`attention` of q, k and v rounded to `low`; the result has the dtype of q. in_order: as in
+    the op."""
     if not _is_ours(q, k, v, mask):
         dtype = q.dtype
         q, k, v = (x.to(low) for x in (q, k, v))
@@ -193,7 +196,7 @@ def run_attention(
             mask = saved_copy(mask)
         mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, q.shape[2], k.shape[2])
         mask = mask if mask.dtype in (torch.bool, low) else mask.float()
-    args = _dense(q), _dense(k), _dense(v), bool(causal), scale, low, mask
+    args = _dense(q), _dense(k), _dense(v), bool(causal), scale, low, mask, in_order
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = _Attention.apply(*args)
         return compiled

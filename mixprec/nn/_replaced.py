@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -104,22 +105,34 @@ class Fused(Replaced):
         vars(self).update(state)
 
 
-class Compressed(Replaced):
-    """A forward pass inside compress_saved, also that of a shallow copy."""
+class Wrapped(Replaced):
+    """A forward pass inside of a block, also that of a shallow copy."""
 
-    def __init__(self, module: nn.Module, bits: Bits) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.bits, self.replaced = bits, vars(module).get("forward")
+        self.replaced = vars(module).get("forward")
 
     def _other_caller(self) -> nn.Module | None:
         return None
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What it wraps."""
+        return self.original if self.replaced is None else self.replaced
+
+
+class Compressed(Wrapped):
+    """A forward pass inside compress_saved."""
+
+    def __init__(self, module: nn.Module, bits: Bits) -> None:
+        super().__init__(module)
+        self.bits = bits
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.original if self.replaced is None else self.replaced
         if torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         with compress_saved(self.bits, model=self.module):
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
 
 
 def fused_forward_of(module: nn.Module) -> Fused | None:
@@ -140,18 +153,9 @@ def unfuse(model: nn.Module) -> None:
                 del vars(module)[name]
 
 
-def set_saved(model: nn.Module, bits: Bits | None) -> None:
-    """Run the model's forward passes inside compress_saved(bits), or no longer, with None."""
-    compressed = replaced_of(model)
-    if isinstance(compressed, Compressed):
+def unwrap(model: nn.Module) -> None:
+    """Give the model the forward pass inside of its blocks."""
+    while isinstance(wrapped := replaced_of(model), Wrapped):
         del model.forward
-        if compressed.replaced is not None:
-            model.forward = compressed.replaced
-    if bits is not None:
-        replace(Compressed(model, bits))
-
-
-def saved_of(model: nn.Module) -> Bits | None:
-    """The bits of `set_saved`."""
-    compressed = replaced_of(model)
-    return compressed.bits if isinstance(compressed, Compressed) else None
+        if wrapped.replaced is not None:
+            model.forward = wrapped.replaced

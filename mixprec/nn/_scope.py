@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from .._modes import nor_below, not_compiled
+from .._modes import Block, nor_below, not_compiled
 from .._originals import functional
 from ..functional._attention import fits, mask_fits, run_attention
 from ..functional._derivatives import is_plain, may_run_as_one
@@ -67,15 +67,23 @@ class AttentionMode(RegionAware):
         operands = recipe = None
         if func is _SDPA and self.is_unchanged():
             recipe = recipe_here(self.recipe, self.region)
-            operands = None if recipe is None else _operands(*args, **kwargs)
+            operands = None if recipe is None else attention_operands(*args, **kwargs)
         if recipe is None or operands is None:
             return traceable(func)(*args, **kwargs)
-        return _run(recipe.dtype, *operands)
+        return attend(recipe.dtype, _in_order(), *operands)
 
 
 @nor_below
-def _run(
+def _in_order() -> bool | None:
+    """Whether a block asks for rows that do not depend on others: None where none does."""
+    stack = _get_current_function_mode_stack()
+    return any(isinstance(mode, Block) and mode.in_order for mode in stack) or None
+
+
+@nor_below
+def attend(
     low: torch.dtype,
+    in_order: bool | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -83,12 +91,13 @@ def _run(
     scale: float | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
+    """`run_attention` of what `attention_operands` returns."""
     device = query.device.type
     with without_modes():
         if autocast.is_on(device):
             query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
             low = query.dtype
-        return run_attention(query, key, value, is_causal, scale, low, mask)
+        return run_attention(query, key, value, is_causal, scale, low, mask, in_order)
 
 
 @nor_below
@@ -99,7 +108,7 @@ def _surroundings() -> tuple[bool, object]:
 
 
 @nor_below
-def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+def attention_operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
     """query, key, value, is_causal, scale and mask of a call that `functional.attention` computes;
     None for any other, which is torch's, with its errors."""
     try:

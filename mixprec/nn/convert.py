@@ -21,10 +21,11 @@ from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import kinds
 from ._layer import Layer
-from ._replaced import replace, saved_of, set_saved, unfuse
+from ._replaced import Compressed, Wrapped, replace, replaced_of, unfuse, unwrap
 from ._subclass import inject_parametrizations, original_class
 from ._tensor_parallel import give_back, parallel_of, take_parallel
 from .fuse import fuse as fuse_parts
+from .invariant import Invariant, check_model
 
 logger = logging.getLogger("mixprec")
 
@@ -101,6 +102,7 @@ def convert(
     *,
     saved: Bits | None = None,
     fuse: bool = False,
+    invariant: bool = False,
 ) -> nn.Module:
     """Make linear layers, convolutions and attention in `model` those of mixprec.nn, in place;
     return the model.
@@ -125,6 +127,15 @@ def convert(
     Names, parameters and state dicts stay the same; the roundings that change are those of
     `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
     `autocast(enabled=False)`, make it run unfused.
+
+    invariant: what the model computes for a token has the same bits in every batch, whole, in
+    chunks or token by token with a cache, in sampling and in training, on a CPU, as long as the
+    padded layout is the same (docs/same_bits.md). Parts run fused as with fuse=True; products,
+    attention and activations that torch computes between the layers are ours. ValueError for
+    recipes and layers that cannot be that (scales of whole tensors, delayed scales, convolutions,
+    recurrent layers), and RuntimeError in the forward pass for functions that cannot, on GPUs, and
+    where products are another library's; both with the name and the reason. The forward pass runs
+    uncompiled.
 
     Modules keep their identity, as in `unconvert`, and so their parameters, which are never copied
     or cast, hooks, training mode and all other attributes; optimizers go on with the same
@@ -162,17 +173,23 @@ def convert(
     exception the model is as it was.
     """
     checks.is_module("convert", model)
-    if not isinstance(fuse, bool):
-        raise TypeError(f"convert: fuse must be True or False, got {fuse!r}")
+    for name, flag in (("fuse", fuse), ("invariant", invariant)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"convert: {name} must be True or False, got {flag!r}")
     if saved is not None:
         check(saved, model)
     with unchanged_on_error(model):
-        set_saved(model, None)
+        unwrap(model)
         unfuse(model)
         _convert(model, recipe, module_filter_fn, overrides)
-        if fuse:
+        if invariant:
+            check_model(model)
+        if fuse or invariant:
             logger.info("convert: %s", fuse_parts(model))
-        set_saved(model, saved)
+        if invariant:
+            replace(Invariant(model))
+        if saved is not None:
+            replace(Compressed(model, saved))
     return model
 
 
@@ -266,7 +283,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         if not isinstance(module, Layer):
             continue
         where = fqn or "the model"
-        is_own = saved_of(module) is None and parallel_of(module) is None
+        is_own = parallel_of(module) is None and not isinstance(replaced_of(module), Wrapped)
         if "forward" in vars(module) and is_own:
             raise ValueError(
                 f"unconvert: {where} has its own forward: remove what wraps it, then unconvert"
@@ -280,7 +297,7 @@ def unconvert(model: nn.Module) -> nn.Module:
             )
         originals[module] = original
     for module in model.modules():
-        set_saved(module, None)
+        unwrap(module)
     unfuse(model)
     for module, original in originals.items():
         module._leave()

@@ -65,6 +65,7 @@ def attention_reference(
     causal: bool,
     scale: float,
     mask: torch.Tensor | None = None,
+    in_order: bool | None = None,
 ) -> Three:
     scores, hidden = _scores(q, k, causal, scale, mask)
     logsumexp = scores.logsumexp(-1)
@@ -156,8 +157,8 @@ def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
 attention_op = Op(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? mask=None) -> "
-    "(Tensor out, Tensor logsumexp, Tensor remainder)",
+    "(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? mask=None, "
+    "bool? in_order=None) -> (Tensor out, Tensor logsumexp, Tensor remainder)",
     reference=attention_reference,
     fake=_fake,
     check=partial(_check_operands, "attention"),
@@ -180,6 +181,7 @@ def attention(
     causal: bool,
     scale: float,
     mask: torch.Tensor | None = None,
+    in_order: bool | None = None,
 ) -> Three:
     """Return (out, logsumexp, remainder): softmax(q k^T * scale) v, the logsumexp of each row of
     scores, 0 of a row that a mask hides, and what rounding has cut off out.
@@ -187,7 +189,9 @@ def attention(
     q: [B, H, T, D]; k, v: [B, H_kv, S, D], of one dtype, fp32, bf16 or fp16; any strides, H a
     multiple of H_kv. mask: [B or 1, H or 1, T, S], bool, fp32 or of q's dtype. out: q's shape and
     dtype, in memory as [B, T, H, D]; logsumexp: fp32 [B, H, T]; remainder: bf16, of q's shape, in
-    memory as out; of fp32 without elements, [0].
+    memory as out; of fp32 without elements, [0]. in_order, on a CPU: sums over keys are added one
+    key after the other, so that a query has the same bits wherever its keys stand among others that
+    it does not see; the backend "reference" does not.
     mixprec.functional.attention says more, and has a derivative. Inside torch.autocast q, k and v
     are first cast to its dtype. TypeError or ValueError names an invalid argument.
     """
@@ -197,7 +201,7 @@ def attention(
     device = q.device.type
     if autocast.is_on(device):
         q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
-    return attention_op(q, k, v, causal, scale, mask)
+    return attention_op(q, k, v, causal, scale, mask, in_order)
 
 
 def attention_backward(

@@ -280,12 +280,12 @@ def gemm(
 ) -> torch.Tensor:
     """Return (a @ b) * a_scale_inv * b_scale_inv + bias, [M, N] contiguous.
 
-    a: [M, K], b: [K, N], any strides: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix); a
-    Quantized, or its t(), includes its scale_inv. Block formats ("mx", "nvfp4") in any mix, or
-    beside bf16: they are decoded to bf16, which is exact for magnitudes from 2^-133 to bf16's
-    maximum, and the FP32 scale of an "nvfp4" tensor multiplies the sum. GPUs of compute capability
-    10 and 12 multiply MXFP8 (not E5M2 by E5M2) and NVFP4 as they are, for blocks along K, K a
-    multiple of 32 and N of 16. a_scale_inv: fp32, any strides:
+    a: [M, K], b: [K, N], any strides: both fp16, both bf16, on a CPU both fp32, or FP8 (E4M3 and
+    E5M2 in any mix); a Quantized, or its t(), includes its scale_inv. Block formats ("mx", "nvfp4")
+    in any mix, or beside bf16: they are decoded to bf16, which is exact for magnitudes from 2^-133
+    to bf16's maximum, and the FP32 scale of an "nvfp4" tensor multiplies the sum. GPUs of compute
+    capability 10 and 12 multiply MXFP8 (not E5M2 by E5M2) and NVFP4 as they are, for blocks along
+    K, K a multiple of 32 and N of 16. a_scale_inv: fp32, any strides:
 
         one element (a number is accepted)   for all of a
         [M, 1]                               per row

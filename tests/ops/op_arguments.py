@@ -63,7 +63,8 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         k, v = (tensor((q.shape[0], 2, 7, 8), dtype, arrangement) for _ in range(2))
         results = OPS["attention"].handle()(q, k, v, True, 0.25)
         more = (q.clone(), q, k, v, *results) if op != "attention" else (q, k, v)
-        return *more, True, 0.25, torch.arange(5)[:, None] >= torch.arange(7).view(1, 1, 1, 7) - 2
+        mask = torch.arange(5)[:, None] >= torch.arange(7).view(1, 1, 1, 7) - 2
+        return *more, True, 0.25, mask, *((None,) if op == "attention" else ())
     if op == "rotary":
         q, k, v = (tensor((2, n, 5, 8), dtype, arrangement) for n in (3, 2, 1))
         return q, k, v, one.expand(5, 4), one.expand(5, 4), False, False

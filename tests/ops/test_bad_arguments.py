@@ -196,7 +196,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("dequantize_mx", {"dtype": torch.float64}, "dtype must be float32, .*float64"),
         ("gemm", {"a": A[0]}, r"a must be \[M, K\], got shape \(4,\)"),
         ("gemm", {"b": B.t()}, r"agree in K, got a \(3, 4\) and b \(5, 4\)"),
-        ("gemm", {"a": A.float(), "b": B.float()}, "got a torch.float32 and b torch.float32"),
+        ("gemm", {"a": A.double(), "b": B.double()}, "got a torch.float64 and b torch.float64"),
         ("gemm", {"b": B.bfloat16()}, "a and b must both be .*bfloat16"),
         ("gemm", {"a": A.int(), "b": B.int()}, "a and b must both be .*int32"),
         ("gemm", {"out_dtype": torch.float64}, "out_dtype must be .*float64"),

@@ -145,7 +145,7 @@ bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int6
   // Where panels are narrow pieces of the same rows of memory, they are packed while these are in
   // the cache.
   const int64_t step = stride_i == 1 && k > 64 ? 64 : k;
-  with_low(dtype, [&]<class T>(Type<T>) {
+  auto pack_all = [&]<class T>(Type<T>) {
     const T* x = static_cast<const T*>(src);
     for (int64_t first = 0; first < k; first += step) {
       for (int64_t row = 0; row < rows; row += width) {
@@ -153,7 +153,8 @@ bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int6
                           k - first < step ? k - first : step, out + row * words + first * width);
       }
     }
-  });
+  };
+  dtype == Dtype::f32 ? pack_all(Type<float>{}) : with_low(dtype, pack_all);
   return false;
 }
 

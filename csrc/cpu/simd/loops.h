@@ -177,6 +177,7 @@ struct TileProduct {
   float alpha;
   Seen seen;
   int64_t shift;
+  bool chained = false;  // c += each term in turn, whatever tile it is of; alpha and factor: none
 };
 
 struct AttentionKernel {

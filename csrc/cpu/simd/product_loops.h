@@ -64,9 +64,12 @@ inline void finish(const Vec (&acc)[kRows][vecs], float alpha, const float* fact
 template <bool transposed, int vecs>
 void tile_micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_t last) {
   Vec acc[kRows][vecs] = {};
+  float* c = p.c + row * p.ldc + col;
+  for (int i = 0; p.chained && i < kRows; ++i) {
+    for (int j = 0; j < vecs; ++j) acc[i][j] = load(c + i * p.ldc + j * kLanes);
+  }
   const uint32_t* a = transposed ? p.a + first * p.lda + row : p.a + row * p.lda + first;
   add_words<transposed, false>(acc, last - first, a, p.lda, p.b + first * p.ldb + col, p.ldb);
-  float* c = p.c + row * p.ldc + col;
   if (p.factor == nullptr) {
     finish<false>(acc, p.alpha, nullptr, c, p.ldc);
   } else {

@@ -10,6 +10,7 @@ import torch
 
 from .._dispatch import checks
 
+LOW = (torch.float16, torch.bfloat16)
 CHUNK = 128  # of K, and of the rows of a square block
 
 
@@ -32,10 +33,11 @@ def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
     checks.is_tensor(op, "a", a)
     checks.is_tensor(op, "b", b)
     both_fp8 = a.dtype in checks.FP8 and b.dtype in checks.FP8
-    if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16)):
+    wide = (torch.float32,) if a.is_cpu else ()
+    if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (*wide, *LOW)):
         raise ValueError(
-            f"{op}: a and b must both be float16, both bfloat16, or FP8 in any mix of "
-            f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
+            f"{op}: a and b must both be float16, both bfloat16, on a CPU both float32, or FP8 in "
+            f"any mix of float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
         )
     checks.on_device(op, "b", b, a.device, "a")
 
