@@ -70,6 +70,34 @@ def place(param: torch.Tensor, record: Record) -> None:
         record[name] = t
 
 
+def distribute(before: torch.Tensor | None, param: torch.Tensor, record: Record) -> None:
+    """Where a plain parameter becomes a DTensor, on all ranks at once: the record becomes that of
+    the first rank if the values do, as parallelize_module takes them, and stays that of each rank
+    where the values are its own, as fully_shard takes them."""
+    if before is None or not is_sharded(param) or is_sharded(before) or param.is_meta:
+        return
+    if before.is_meta or before.shape != param.shape:
+        return
+    import torch.distributed as dist
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    with torch.no_grad():
+        mine = distribute_tensor(before.detach(), mesh, placements, src_data_rank=None)
+        flag = (local(mine) != local(param.detach())).any().int()
+        if all(place.is_replicate() for place in placements):
+            flag.fill_(1)  # the first rank's values have been written to `before`
+        for group in mesh.get_all_groups():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+        if not flag:
+            return
+        for name, t in record.items():
+            if isinstance(t, torch.Tensor) and t.shape == param.shape and not is_sharded(t):
+                wide = t if t.is_floating_point() else t.int()  # gloo sends no int16
+                part = distribute_tensor(wide.to(param.device), mesh, placements)
+                record[name] = part.to(t.dtype)
+
+
 def current(p: torch.Tensor, record: Record) -> torch.Tensor:
     """The FP32 values behind (the part of) a 16-bit parameter without a remainder for its dtype.
     No host sync."""

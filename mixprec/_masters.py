@@ -183,8 +183,12 @@ def _at_a_new_place(module: nn.Module, name: str, param: torch.Tensor | None) ->
     """A hook of all modules: a parameter may move, as into a parametrization."""
     if _Copies.are_new:
         attach()
-    if param is not None and known(param) is not None:
+    if param is None:
+        return
+    if known(param) is not None:
         follow(param, [(module, name)])
+    elif (entries := vars(module).get(_NAME)) is not None and (its := entries.records.get(name)):
+        forms.distribute(module._parameters.get(name), param, its)
 
 
 def forget(param: torch.Tensor) -> None:

@@ -90,6 +90,7 @@ class Ranks:
         RuntimeError if another rank does not answer.
         """
         meshes = _meshes(all_params)
+        self._check_group(meshes)
         plan = self._plan_for(params, scopes, (count, found_inf.device, meshes))
         # torch.where, not a product with 0: an Inf sum must not turn the other scopes into NaN.
         sums = torch.where(plan.member, sum_sq * plan.weight, 0).sum(1)
@@ -103,6 +104,21 @@ class Ranks:
             found, total = _sum(found, total, [self.process_group])
         found_inf.copy_(found.reshape(found_inf.shape))
         return total
+
+    def _check_group(self, meshes: list[DeviceMesh]) -> None:
+        """ValueError where process_group would count parts of DTensors a second time."""
+        if self.process_group is None or not meshes:
+            return
+        import torch.distributed as dist
+
+        mine = set(dist.get_process_group_ranks(self.process_group))
+        for mesh in meshes:
+            if len(mine.intersection(mesh.mesh.flatten().tolist())) > 1:
+                raise ValueError(
+                    "Ranks: process_group must be of ranks that have other params, such as the "
+                    f"stages of a pipeline, got ranks {sorted(mine)}, of which several share the "
+                    f"DTensors of {mesh}: leave it out, these are found"
+                )
 
     def _plan_for(
         self,
@@ -295,8 +311,9 @@ def first_step(
 
     DistributedDataParallel makes the params of its ranks equal, but not what 16-bit ones were
     rounded from: they get the masters of the first rank. It does not average `main_grad`:
-    RuntimeError for params that have one. ZeroRedundancyOptimizer gives each rank an optimizer of
-    some of the params: its group is that of `ranks`.
+    RuntimeError for params that have one, and for those of a pipeline, whose schedule divides
+    `grad` alone by the number of micro-batches. ZeroRedundancyOptimizer gives each rank an
+    optimizer of some of the params: its group is that of `ranks`.
 
     params: those of the optimizer.
     """
@@ -306,15 +323,32 @@ def first_step(
         _refuse_fsdp1(params)
     from torch.nn.parallel import DistributedDataParallel
 
-    zero = _zero()
+    zero, pipelines = _zero(), sys.modules.get("torch.distributed.pipelining.schedules")
+    schedule = getattr(pipelines, "_PipelineSchedule", None)
     mine = set(map(id, params))
     # Neither module nor optimizer knows what wraps it: of all objects, those of these classes.
     for wrapper in gc.get_objects():
         kind = type(wrapper)
         if issubclass(kind, DistributedDataParallel):
             _same_masters(wrapper, mine)
+        elif schedule is not None and issubclass(kind, schedule):
+            _refuse_undivided(wrapper, mine)
         elif zero is not None and issubclass(kind, zero) and wrapper.optim is optimizer:
             ranks.process_group = ranks.process_group or wrapper.process_group
+
+
+def _refuse_undivided(schedule: Any, mine: set[int]) -> None:
+    """RuntimeError for a schedule that divides gradients of params with a main_grad."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    params = (p for stage in stages for p in stage.submod.parameters() if id(p) in mine)
+    if not schedule.scale_grads or schedule._n_microbatches == 1:
+        return
+    if any(vars(p).get("main_grad") is not None for p in params):
+        raise RuntimeError(
+            "step: params of a pipeline must have no main_grad, which its schedule does not divide "
+            "by the number of micro-batches as it does grad: give the schedule scale_grads=False "
+            "and a loss that is divided by it"
+        )
 
 
 def _same_masters(wrapper: DistributedDataParallel, mine: set[int]) -> None:

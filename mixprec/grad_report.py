@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .ops import underflow_share
+
+if TYPE_CHECKING:
+    from .distributed import Ranks
 
 
 def is_set(flag: torch.Tensor) -> torch.Tensor | bool:
@@ -71,6 +74,7 @@ class GradCounts:
         self._last: dict[torch.device, Table] = {}
         self._parts: dict[torch.device, list[Table]] = {}  # of a step that goes on
         self._overflow: dict[torch.device, Table] = {}
+        self._sizes: tuple[list[int], torch.Tensor] | None = None
 
     def start(self) -> None:
         """Begin a step: drop the counts of the last one."""
@@ -105,13 +109,27 @@ class GradCounts:
             self._overflow[device] = table._replace(counts=before)
             before.copy_(torch.where(here, table.counts, before))
 
-    def underflow_share(self, home: torch.device) -> torch.Tensor | None:
-        """The share of subnormal numbers among the nonzero gradients of the last step."""
+    def underflow_share(
+        self, home: torch.device, ranks: Ranks | None, everyone: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The share of subnormal numbers among the nonzero gradients of the last step, on all ranks
+        that share `everyone`, all params, by an all-reduce; ranks None: on this one."""
         tables = list(self._last.values())
-        if not tables:
-            return None
-        counts = torch.cat([table.counts.to(home, non_blocking=True) for table in tables])
-        return underflow_share(counts, sum(sum(_elements(table)) for table in tables))
+        counts = [table.counts.to(home, non_blocking=True) for table in tables]
+        elements = [n for table in tables for n in _elements(table)]
+        if ranks is None:
+            return underflow_share(torch.cat(counts), sum(elements)) if tables else None
+        mine = torch.zeros((0, 3), dtype=torch.float64, device=home)
+        if tables:
+            if self._sizes is None or self._sizes[0] != elements:
+                self._sizes = elements, torch.tensor(elements, device=home)
+            sizes = self._sizes[1]
+            mine = torch.cat([sizes[:, None], torch.cat(counts)[:, 2:]], 1).double()
+        params = [p for table in tables for p in table.params]
+        scopes = [scope for scope in range(3) for _ in params]
+        flag = torch.zeros(1, device=home)
+        total = ranks.agree_(flag, mine.t().flatten(), 3 * params, scopes, 3, everyone).long()
+        return underflow_share(torch.cat([total.new_zeros(1), total]).view(1, 4), total[0])
 
     def overflows(self, name: Callable[[torch.Tensor], str]) -> list[Overflow]:
         found = [Overflow(name(p), n, c[0], c[1]) for p, n, c in _read(self._overflow)]

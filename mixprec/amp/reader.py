@@ -92,6 +92,9 @@ class GradReader:
         self.counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
             weakref.WeakKeyDictionary()
         )
+        self._sums: weakref.WeakKeyDictionary[torch.optim.Optimizer, Ranks] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def read(
         self,
@@ -127,9 +130,18 @@ class GradReader:
         return {home: found_inf}
 
     def underflow_share(self, stepped: Collection[int], home: torch.device) -> torch.Tensor | None:
-        """The largest share of subnormal numbers of the optimizers with these ids, if known."""
-        counts = [counts for o, counts in self.counts.items() if id(o) in stepped]
-        shares = [each.underflow_share(home) for each in counts]
+        """The largest share of subnormal numbers of the optimizers with these ids, if known: the
+        same on all ranks that take a step together."""
+        shares = []
+        for optimizer, counts in self.counts.items():
+            if id(optimizer) not in stepped:
+                continue
+            own, everyone = getattr(optimizer, "ranks", self.ranks), params_of(optimizer)
+            # Others than those of norms, whose plans they would replace in each step.
+            ranks = self._sums.setdefault(optimizer, Ranks(own.process_group))
+            shares.append(
+                counts.underflow_share(home, None if own.is_local(everyone) else ranks, everyone)
+            )
         known = [share for share in shares if share is not None]
         return torch.stack(known).max() if known else None
 

@@ -178,7 +178,7 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     return clip_coef_op(sum_sq, float(max_norm))
 
 
-def underflow_share(counts: torch.Tensor, elements: int) -> torch.Tensor:
+def underflow_share(counts: torch.Tensor, elements: int | torch.Tensor) -> torch.Tensor:
     """The share of subnormal numbers among the gradients that are not 0: fp32 [].
 
     counts: int64 [n, 4] of `grad_stats_`, over `elements` elements in all. 1 if all are 0.

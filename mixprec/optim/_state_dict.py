@@ -66,7 +66,10 @@ class SavedOptimizer(torch.optim.Optimizer):
                 "another optimizer?"
             )
         options = self._own_options(group)
-        _settings.check_group(who, group.keys() - self.defaults.keys() - options.keys())
+        # ZeroRedundancyOptimizer gives groups all that it was given.
+        own = ((n, getattr(self, n, getattr(self, f"_{n}", self))) for n in group)
+        same = {n for n, value in own if value is not self and value == group[n]}
+        _settings.check_group(who, group.keys() - self.defaults.keys() - options.keys() - same)
         if options:
             _settings.Options.parse(who, {**self._policy.options(), **options})
         self._check_settings(group, who)

@@ -15,9 +15,16 @@ from distributed_models import make_model, whole, wrapped
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
@@ -47,6 +54,8 @@ def zero() -> None:
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
         assert ours.optim.skipped == theirs.skipped == bad
+    ours = ZeroRedundancyOptimizer(model.parameters(), AdamW, max_grad_value=0.5, seed=3)
+    assert ours.optim.max_grad_value == 0.5
 
 
 def fsdp1() -> None:
@@ -227,3 +236,87 @@ def test_8_bit_moments_go_where_they_are_loaded(
     for want, got in zip(saved, loaded, strict=True):  # blocks may be cut elsewhere
         assert (want - got).abs().max() <= want.abs().max() * 2.0**-4
         assert shards[0] or shards[1] or torch.equal(want, got)
+
+
+def scaled_by_underflow(kind: str) -> None:
+    """The scale grows by the gradients of all ranks, of which those of one underflow."""
+    rank, sharded = dist.get_rank(), kind == "fsdp"
+    group = None if sharded else dist.group.WORLD
+    grads = [torch.full((8, 4), 1.0), torch.full((8, 4), 2.0**-22)]  # the second are subnormal
+    params = [nn.Parameter(torch.zeros(8, 4, dtype=torch.float16)) for _ in range(2)]
+    both = torch.cat([*grads]).half()
+    if sharded:
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.cat([*params]).detach(), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(both, mesh, [Shard(0)])
+        mine = [param]
+    else:
+        mine = [params[rank]]
+        mine[0].grad = grads[rank].half()
+    whole = nn.Parameter(torch.zeros(16, 4, dtype=torch.float16))
+    whole.grad = both.clone()
+    found = []
+    for threshold in (0.4, 0.6):
+        for its, its_group in ((mine, group), ([whole], None)):
+            optimizer = mixprec.optim.SGD(its, lr=0.1, process_group=its_group)
+            scaler = mixprec.GradScaler(
+                init_scale=16.0,
+                growth_interval=20,
+                grow_on_underflow=threshold,
+                process_group=its_group,
+            )
+            for _ in range(3):
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(scaler.get_scale())
+    assert found == [128.0, 128.0, 16.0, 16.0], (kind, found)
+
+
+def refused_groups() -> None:
+    """What would be counted twice, or divided in one place only."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    optimizer = mixprec.optim.SGD([param], max_grad_norm=1.0, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"^Ranks: process_group must be of ranks that have other"):
+        optimizer.step()
+    rank, x = dist.get_rank(), torch.ones(8, 4)
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"), group=dist.group.WORLD)
+    for p in stage.submod.parameters():
+        p.main_grad = torch.zeros_like(p)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=lambda y, t: (y - t).square().mean())
+    schedule.step(*((x,) if rank == 0 else ()), target=x if rank else None)
+    optimizer = mixprec.optim.SGD(stage.submod.parameters(), process_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"^step: params of a pipeline must have no main_grad"):
+        optimizer.step()
+    schedule.scale_grads = False
+    optimizer.step()
+
+
+def masters_of_the_first() -> None:
+    """Ranks begin with other numbers, and parallelize_module takes those of the first."""
+    plan, found = {"0": ColwiseParallel(), "2": RowwiseParallel()}, []
+    for seed in (dist.get_rank(), 0):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        mixprec.cast_parameters(mixprec.convert(model, "bf16"), BF16)
+        model[2].weight.requires_grad_(False)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        values = [t.full_tensor() for t in mixprec.optim.fp32_state_dict(model).values()]
+        found.append(values)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    for values in found:
+        assert all(map(torch.equal, values, model.parameters()))
+
+
+def all_ranks_agree() -> None:
+    for kind in ("fsdp", "stages"):
+        scaled_by_underflow(kind)
+    refused_groups()
+    masters_of_the_first()
+
+
+def test_ranks_agree_on_scales_groups_and_masters() -> None:
+    on_ranks(2, all_ranks_agree)
