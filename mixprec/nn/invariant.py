@@ -13,10 +13,10 @@ from torch._compile import _disable_dynamo
 from .. import _originals
 from .._context import context
 from .._modes import Block, not_compiled
-from ..formats import E2M1
 from ..functional._exact_rows import matmul
 from ..functional._one_pass import Activation
 from ..ops._dispatch import autocast, checks, library
+from ..ops._reference import block_formats
 from ..recipes import Recipe
 from ._layer import Layer
 from ._replaced import Wrapped
@@ -43,8 +43,12 @@ def why_not(recipe: Recipe) -> str | None:
     if drawn:
         return f"stochastic_rounding of {', '.join(sorted(drawn))} draws at random in each call"
     shared = {"tensor": "all of x", "block128x128": "128 rows of x"}
-    if forward.x == E2M1 and forward.x_granularity == "nvfp4":
-        return "x has an FP32 scale of all its rows"
+    if forward.is_block:
+        cast = block_formats.parse("convert", forward.block_cast("x"))
+        if cast.outer == "tensor":
+            return "x has an FP32 scale of all its rows"
+        if cast.rows > 1:
+            return f"{cast.rows} rows of x share a scale"
     if forward.is_scaled and forward.x_granularity in shared:
         return f"x has a scale of {shared[forward.x_granularity]}: use one of rows or blocks"
     return None

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import mixprec
+from mixprec.formats import E2M1
 from mixprec.functional._exact_rows import matmul
+from mixprec.recipes import RECIPES
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -141,12 +143,31 @@ def test_other_functions_are_refused_by_name(
     model(torch.randn(3, 40))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_is_invariant_or_refused(recipe: str) -> None:
+    model, x = nn.Linear(160, 24), torch.randn(9, 160) * torch.logspace(-3, 3, 9)[:, None]
+    shared = {"fp8", "fp8-delayed", "nvfp4", "nvfp4-1x16", "nvfp4-4over6", "quartet2"}
+    if recipe in shared:
+        with pytest.raises(ValueError, match="invariant=True is not possible"):
+            mixprec.convert(model, recipe, invariant=True)
+        return
+    mixprec.convert(model, recipe, invariant=True)
+    y = model(x)
+    for first, last in ((0, 1), (3, 5), (8, 9)):
+        assert torch.equal(model(x[first:last]), y[first:last])
+
+
+MX32 = dict.fromkeys(("x_granularity", "w_granularity", "g_granularity"), "mx/32x32")
+SQUARES = mixprec.Recipe("squares", E2M1, E2M1, E2M1, **MX32)
+
+
 @pytest.mark.parametrize(
     ("recipe", "model", "said"),
     [
         ("fp8", nn.Linear(8, 8), "recipe fp8: x has a scale of all of x"),
         ("fp8-delayed", nn.Linear(8, 8), "delayed scales are those of earlier steps"),
         ("nvfp4-1x16", nn.Linear(8, 8), "x has an FP32 scale of all its rows"),
+        (SQUARES, nn.Linear(8, 8), "recipe squares: 32 rows of x share a scale"),
         ("bf16", nn.Conv2d(3, 4, 3), "Conv2d: its kernel depends on the sizes"),
         (
             "bf16",
