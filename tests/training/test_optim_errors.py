@@ -58,11 +58,12 @@ def test_bad_settings(ours: tuple[type, ...], settings: dict, message: str) -> N
 
 
 def test_options_of_all_groups_are_refused_in_one() -> None:
-    group = {"params": parameters(), "seed": 1, "grad_dtype": None}
+    group = {"params": parameters(), "seed": 1, "grad_dtype": torch.float32}
     for make in (lambda: AdamW([group]), lambda: AdamW(parameters()).add_param_group(group)):
         with pytest.raises(ValueError, match="a group must not have grad_dtype, seed: "):
             make()
     AdamW([{"params": parameters(), "max_grad_norm": 1.0, "own_key": 3}])
+    AdamW([{"params": parameters(), "seed": 1}], seed=1)  # as ZeroRedundancyOptimizer gives it
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
