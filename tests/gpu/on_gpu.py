@@ -3,8 +3,20 @@ without what inductor generates."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mixprec.bench.device import FAKE_NAME
+from mixprec.ops._reference.block_formats import BLOCK_FORMATS
+from mixprec.recipes import GEMMS, ROLES, Recipe
 
 FAKE_DEVICE = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
+
+
+def needs_kernels(recipe: str) -> None:
+    """Skip a recipe with casts that a GPU leaves to torch, of which the fake one runs not all ops
+    without a wait."""
+    parsed = Recipe.parse(recipe)
+    casts = {str(parsed.product(name)._texts[role]) for name in GEMMS for role in ROLES}
+    if FAKE_DEVICE and not casts <= {"None", *BLOCK_FORMATS}:
+        pytest.skip(f"{recipe}: casts without a kernel, which a GPU runs by ops of torch")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from on_gpu import needs_kernels
 from torch import nn
 
 import mixprec
@@ -162,6 +163,7 @@ def cosine(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_recipe(recipe: str, device: torch.device) -> None:
+    needs_kernels(recipe)
     fuse = list(RECIPES).index(recipe) % 2 == 0
     run = both(device, recipe=recipe, fuse=fuse, scaler=scaler(), schedule=cosine)
     assert run.runs == 3  # two calls without a graph, and the capture
