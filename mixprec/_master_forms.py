@@ -93,9 +93,10 @@ def distribute(before: torch.Tensor | None, param: torch.Tensor, record: Record)
             return
         for name, t in record.items():
             if isinstance(t, torch.Tensor) and t.shape == param.shape and not is_sharded(t):
-                wide = t if t.is_floating_point() else t.int()  # gloo sends no int16
-                part = distribute_tensor(wide.to(param.device), mesh, placements)
-                record[name] = part.to(t.dtype)
+                wide = (t if t.is_floating_point() else t.int()).to(param.device, copy=True)
+                for group in mesh.get_all_groups():  # gloo sends no int16
+                    dist.broadcast(wide, dist.get_global_rank(group, 0), group)
+                record[name] = wide.to(t.dtype)  # of which each rank takes its part in `place`
 
 
 def current(p: torch.Tensor, record: Record) -> torch.Tensor:

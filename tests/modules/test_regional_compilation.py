@@ -81,27 +81,32 @@ def eager_and_compiled(recipe: Recipe, fuse: bool) -> list[dict[str, torch.Tenso
     return both
 
 
+def nearest(name: str) -> Recipe:
+    """Without stochastic rounding, for which Inductor draws other numbers."""
+    return replace(Recipe.parse(name), stochastic_rounding=())
+
+
 def _some(quick: Any) -> list[Any]:
-    return [pytest.param(r, marks=() if r in quick else pytest.mark.slow) for r in RECIPES]
+    names = [name for name in RECIPES if not nearest(name).is_random]  # nor its `products`
+    return [pytest.param(r, marks=() if r in quick else pytest.mark.slow) for r in names]
 
 
 @pytest.mark.parametrize("name", _some(QUICK))
 def test_fused_blocks_have_the_bits_of_the_eager_model(name: str) -> None:
-    """Without stochastic rounding, for which Inductor draws other numbers."""
-    recipe = replace(Recipe.parse(name), stochastic_rounding=())
-    eager, compiled = eager_and_compiled(recipe, fuse=True)
+    eager, compiled = eager_and_compiled(nearest(name), fuse=True)
     assert len(eager) >= 2 + 10 * BLOCKS
     for kind, a in eager.items():
+        # FP32 scales of rows times a sum, which is added to the gradient so far: one rounding less.
+        summed = kind.endswith("bias") or (name == "nvfp4-rowwise" and kind.endswith("weight"))
         same = torch.equal(a, compiled[kind])
-        assert same or (kind.endswith("bias") and float(sqnr(a, compiled[kind])) > 120), kind
+        assert same or (summed and float(sqnr(a, compiled[kind])) > 120), kind
 
 
 @pytest.mark.parametrize("name", _some(()))
 def test_blocks_that_are_not_fused_are_as_close_as_rounding_makes_them(name: str) -> None:
     """An FP32 number that is off by one rounding may be cast to another 16-bit or 8-bit one: a few
     elements are off by a step of their format, and all together by less than 1 %."""
-    recipe = replace(Recipe.parse(name), stochastic_rounding=())
-    eager, compiled = eager_and_compiled(recipe, fuse=False)
+    eager, compiled = eager_and_compiled(nearest(name), fuse=False)
     for kind, a in eager.items():
         assert torch.equal(a, compiled[kind]) or float(sqnr(a, compiled[kind])) > 40, kind
 
