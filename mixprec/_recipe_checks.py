@@ -183,10 +183,16 @@ class Checked:
 
     def _check_hadamard(self) -> None:
         """The sizes of the backward products, as a tuple in their order."""
-        given: Any = {"grad_weight": 16} if self.hadamard is True else self.hadamard or ()
+        given: Any = self.hadamard or ()
+        if given is True:
+            given = {"grad_weight": 16}
+        elif not isinstance(given, (Mapping, tuple)):
+            given = (given,)
         names, sizes = GEMMS[1:], (16, 32, 64, 128)
-        sized = dict(given) if isinstance(given, (Mapping, tuple)) else {"": 0}
-        valid = {*sized} <= {*names} and {*sized.values()} <= {*sizes}
+        pairs = [*(given.items() if isinstance(given, Mapping) else given or ())]
+        valid = all(type(p) is tuple and len(p) == 2 and p[1] in sizes for p in pairs)
+        sized = dict(pairs) if valid else {}
+        valid = valid and {*sized} <= {*names}
         self._is("hadamard", valid, f"True, False or sizes, of {sizes}, of some of {names}")
         self._set("hadamard", tuple((name, sized[name]) for name in names if name in sized))
 

@@ -57,11 +57,12 @@ def graphed(step: Step, *, warmup: int = 3) -> Step:
 
     A replay runs no Python. The modules, optimizers and scalers that `step` calls are found while
     it runs, and before each replay their parameters, buffers, states, settings and attributes that
-    are numbers, functions, lists or dicts, and the regions around the call, are compared with those
-    at the capture. After a change (train and eval, a loaded optimizer, a frozen parameter, a new
-    group, weight_decay) the call runs as it is and the next one captures again; a warning names
-    what changes in each call. The lr of mixprec's optimizers may: it is written to the device.
-    Whatever else `step` reads, such as a tensor in a global variable, must be written in place.
+    are numbers, functions, lists, dicts or sets, also nested ones, hooks of modules and optimizers,
+    and the regions around the call, are compared with those at the capture. After a change (train
+    and eval, a loaded optimizer, a frozen parameter, a new group, weight_decay) the call runs as it
+    is and the next one captures again; a warning names what changes in each call. The lr of
+    mixprec's optimizers may: it is written to the device. Whatever else `step` reads, such as a
+    tensor in a global variable, must be written in place.
 
     RuntimeError, with the reason, for what cannot be captured: `.item()` and other waits for the
     device, random numbers of the CPU, a learning rate scheduler inside `step`, release_gradients,

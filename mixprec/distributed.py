@@ -90,7 +90,6 @@ class Ranks:
         RuntimeError if another rank does not answer.
         """
         meshes = _meshes(all_params)
-        self._check_group(meshes)
         plan = self._plan_for(params, scopes, (count, found_inf.device, meshes))
         # torch.where, not a product with 0: an Inf sum must not turn the other scopes into NaN.
         sums = torch.where(plan.member, sum_sq * plan.weight, 0).sum(1)
@@ -134,6 +133,7 @@ class Ranks:
         if plan is not None and same and (plan.scopes, plan.shape) == (list(scopes), shape):
             return plan
         count, device, meshes = shape
+        self._check_group(meshes)
         place = {mesh: 1 + i for i, mesh in enumerate(meshes)}
         places, weights = [], []
         for p, scope in zip(params, scopes, strict=True):

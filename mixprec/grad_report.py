@@ -121,9 +121,10 @@ class GradCounts:
             return underflow_share(torch.cat(counts), sum(elements)) if tables else None
         mine = torch.zeros((0, 3), dtype=torch.float64, device=home)
         if tables:
-            if self._sizes is None or self._sizes[0] != elements:
-                self._sizes = elements, torch.tensor(elements, device=home)
-            sizes = self._sizes[1]
+            known, sizes = self._sizes or (None, None)
+            if sizes is None or known != elements or sizes.device != home:
+                sizes = torch.tensor(elements, device=home)
+                self._sizes = elements, sizes
             mine = torch.cat([sizes[:, None], torch.cat(counts)[:, 2:]], 1).double()
         params = [p for table in tables for p in table.params]
         scopes = [scope for scope in range(3) for _ in params]

@@ -324,7 +324,8 @@ def _all(x: str, w: str | None = None, g: str | None = None) -> Any:
 
 
 def _nvfp4(name: str, *granularities: str, **settings: Any) -> Recipe:
-    """As NVIDIA publishes it but for the scales: g to nearest beside random elements."""
+    """Gradients rounded at random, and a rotated grad_weight: NVIDIA's recipe but for the scales,
+    which the granularities say."""
     usual: Any = {"stochastic_rounding": ("g",), "hadamard": True, **_all(*granularities)}
     return Recipe(name, E2M1, E2M1, E2M1, **usual | settings)
 

@@ -159,7 +159,7 @@ Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b
     }
     core = size == 16 ? kFp4 : kMx;
   }
-  static thread_local Scratch pairs[2];
+  Scratch pairs[2];
   SimulatedKernel kernel = loops().simulated;
   kernel.core = &core;
   of_a.matrix = pairs_of(of_a.matrix, k, exponents[0], size, pairs[0]);

@@ -24,28 +24,24 @@ int64_t in_whole_blocks(BlockFormat f, int64_t k) { return blocks_of(f, k) * blo
 
 // What fmt says after the name of the stored format: see _reference/block_formats.py.
 struct Variant {
-  bool squares, nearest, mae, mse, max256, larger;
+  bool squares;
+  Nvfp4Scales scales;
 
   explicit Variant(const Text& fmt) {
     Text parts = fmt.substr(std::min(fmt.find('/'), fmt.size())) + "/";
-    auto has = [&](const Text& part) { return parts.find("/" + part + "/") != Text::npos; };
-    squares = has("16x16") || has("32x32"), nearest = has("nearest");
-    mae = has("mae"), mse = has("mse"), max256 = has("max256"), larger = has("x1.0625");
-    STD_TORCH_CHECK(std::count(parts.begin(), parts.end(), '/') ==
-                        1 + squares + nearest + mae + mse + max256 + larger,
+    std::ptrdiff_t known = 0;
+    auto has = [&](const Text& part) {
+      bool found = parts.find("/" + part + "/") != Text::npos;
+      known += found;
+      return found;
+    };
+    squares = has("16x16") || has("32x32");
+    scales.nearest = has("nearest");
+    scales.adaptive = has("mae") ? Adaptive::mae : has("mse") ? Adaptive::mse : Adaptive::none;
+    scales.bound = has("max256") ? 256.0f : 448.0f;
+    scales.factor = has("x1.0625") ? 1.0625f : 1.0f;
+    STD_TORCH_CHECK(std::count(parts.begin(), parts.end(), '/') == 1 + known,
                     "quantize_mx: no kernel has been written for fmt ", fmt);
-  }
-
-  ScaleRule rule(float tensor_amax, bool stochastic) const {
-    float bound = max256 ? 256.0f : 448.0f, factor = larger ? 1.0625f : 1.0f;
-    float scale =
-        scale_from_amax(tensor_amax, static_cast<float>(6.0 * bound / factor), 1.0f, false, 1.0f);
-    float times = nearest ? scale * static_cast<float>(factor / 6.0)
-                          : scale / static_cast<float>(6.0 / factor);
-    ScaleRule r = {true, stochastic && !nearest, 0u, 0, times, 1.0f / scale};
-    r.adaptive = mae ? Adaptive::mae : mse ? Adaptive::mse : Adaptive::none;
-    r.scale = scale, r.amax = tensor_amax, r.largest_product = 6.0f * bound;
-    return r;
   }
 };
 
@@ -132,11 +128,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   float tensor_amax = 0.0f;
   if (nvfp4) tensor_amax = *read_fp32(amax(x));
   bool stochastic = seed.has_value();
-  STD_TORCH_CHECK(!variant.squares || !(stochastic || variant.mae || variant.mse),
+  STD_TORCH_CHECK(!variant.squares || !(stochastic || variant.scales.adaptive != Adaptive::none),
                   "quantize_mx: no kernel has been written for these squares");
-  BlockCastRule rule = {
-      f, nvfp4 ? variant.rule(tensor_amax, stochastic) : scale_rule(f, how, 0.0f, stochastic),
-      stochastic, 0, 0};
+  BlockCastRule rule = {f,
+                        nvfp4 ? nvfp4_rule(tensor_amax, stochastic, variant.scales)
+                              : scale_rule(f, how, 0.0f, stochastic),
+                        stochastic, 0, 0};
   std::vector<uint32_t> squares;
   if (variant.squares) {
     rule.ld_squares = ceil_div(k, kGroup) * kGroup / block_size(f);

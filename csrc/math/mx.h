@@ -159,11 +159,22 @@ MIXPREC_HD ScaleRule mx_rule(ScaleMode mode) {
   return {false, false, add, static_cast<int32_t>(max_bits >> 23) - 127, 0.0f, 0.0f};
 }
 
-constexpr float kNvfp4Max = 2688.0f;  // 6 * 448, the largest element times the largest scale
+// How the scales of NVFP4 blocks are made. bound: the largest; factor: by which they are larger
+// than those that make the largest element 6; nearest: Transformer Engine's, by a reciprocal and
+// never up.
+struct Nvfp4Scales {
+  float bound = 448.0f, factor = 1.0f;
+  bool nearest = false;
+  Adaptive adaptive = Adaptive::none;
+};
 
-MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax, bool up) {
-  float scale = scale_from_amax(tensor_amax, kNvfp4Max, 1.0f, false, 1.0f);
-  return {true, up, 0u, 0, scale / 6.0f, 1.0f / scale};
+MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax, bool stochastic, Nvfp4Scales how = {}) {
+  auto largest = static_cast<float>(6.0 * how.bound / how.factor);
+  float scale = scale_from_amax(tensor_amax, largest, 1.0f, false, 1.0f);
+  float times = how.nearest ? scale * static_cast<float>(how.factor / 6.0)
+                            : scale / static_cast<float>(6.0 / how.factor);
+  bool up = stochastic && !how.nearest;
+  return {true, up, 0u, 0, times, 1.0f / scale, how.adaptive, scale, tensor_amax, 6.0f * how.bound};
 }
 
 MIXPREC_HD ScaleRule scale_rule(BlockFormat format, ScaleMode mode, float tensor_amax,
@@ -226,6 +237,32 @@ MIXPREC_HD BlockScale nvfp4_scale(uint32_t amax, const ScaleRule& rule) {
 MIXPREC_HD BlockScale block_scale(uint32_t amax, const ScaleRule& rule) {
   if (!rule.nvfp4) return mx_scale(amax, rule);
   return rule.up ? nvfp4_scale<true>(amax, rule) : nvfp4_scale<false>(amax, rule);
+}
+
+// The sum over a block of NVFP4 of |x' - x| or (x' - x)^2, in order, for the values x' with this
+// scale.
+template <class X>
+MIXPREC_HD float block_error(const X* x, const BlockScale& s, const ScaleRule& rule) {
+  float off[16], total = 0.0f, scale = decode(E4m3{s.code});
+  for (int i = 0; i < 16; ++i) {
+    float v = decode(x[i]), q = decode_element(E2m1{encode_element<E2m1>(v * s.factor)});
+    off[i] = q * scale * rule.amax / rule.largest_product - v;
+  }
+  bool mse = rule.adaptive == Adaptive::mse;
+  for (float e : off) total += mse ? e * e : e < 0.0f ? -e : e;
+  return total;
+}
+
+// The better of the scales that make the largest element of x 4 and 6: the latter if both are as
+// good. amax: its bits.
+template <class X>
+MIXPREC_HD BlockScale better_scale(const X* x, uint32_t amax, const ScaleRule& rule) {
+  ScaleRule exactly = rule;
+  exactly.sixth = 1.0f;
+  float exact = bits_float(amax) / 6.0f * rule.scale;
+  BlockScale six = block_scale(float_bits(exact), exactly);
+  BlockScale four = block_scale(float_bits(exact * 1.5f), exactly);
+  return block_error(x, four, rule) < block_error(x, six, rule) ? four : six;
 }
 
 }  // namespace mixprec

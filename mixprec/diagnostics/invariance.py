@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from ..ops._dispatch import checks
 from .audit.rows import Rows, first_difference
 from .passes import call, map_tensors, restored, tensors
 from .writers import aligned
@@ -58,7 +59,7 @@ class _Runs:
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.model, self.batch, self.whole, self.passes = model, batch, torch.empty(0), 0
         self.takes = inspect.signature(model.forward).parameters
-        self.size = next(t for t in tensors(batch) if t.dim() > 0).shape[0]
+        self.size = next((t.shape[0] for t in tensors(batch) if t.dim() > 0), 0)
         self.mask = torch.empty(self.size, 0, dtype=torch.long)
         if isinstance(batch, Mapping) and "input_ids" in batch:
             ids = batch["input_ids"]
@@ -244,12 +245,16 @@ def invariance(model: nn.Module, *batch: Any, cases: Collection[str] | None = No
     dimension, must be among those that the same op of the same module returns in the other pass.
     The first one that returns others, of equal operands, is named, with why.
 
-    Parameters, buffers, gradients and random states stay as they are. ValueError for other cases.
+    Parameters, buffers, gradients and random states stay as they are. TypeError for a model that is
+    no module, ValueError for a batch without samples and for other cases.
     """
+    checks.is_module("invariance", model)
     names = [name for name in _CASES if name != "compiled"] if cases is None else [*cases]
     if unknown := [name for name in names if name not in _CASES]:
         raise ValueError(f"invariance: cases must be some of {', '.join(_CASES)}, got {unknown}")
     runs = _Runs(model, batch[0] if len(batch) == 1 else batch)
+    if runs.size == 0:
+        raise ValueError("invariance: batch must have tensors [B, ...] with B > 0, got none")
     has = {"input_ids": runs.mask.numel(), "position_ids": "position_ids" in runs.takes}
     has["a cache of transformers"] = bool(_cache_name(runs))
     report = Invariance()

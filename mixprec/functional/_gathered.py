@@ -10,9 +10,7 @@ from ..recipes import Recipe
 from .operands import Matrix, Operand, wants_k_major
 
 _aten: Any = torch.ops.aten
-_SAME = tuple(
-    getattr(_aten, name).default for name in ("detach", "alias", "as_strided", "view", "view_as")
-)
+_SAME = tuple(getattr(_aten, name).default for name in ("detach", "alias", "as_strided", "view"))
 
 
 _Tensor: Any = torch.Tensor  # whose methods have other types than those of a subclass

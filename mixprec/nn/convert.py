@@ -128,9 +128,9 @@ def convert(
     `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
     `autocast(enabled=False)`, make it run unfused.
 
-    invariant: what the model computes for a token has the same bits in every batch, whole, in
-    chunks or token by token with a cache, in sampling and in training, on a CPU, as long as the
-    padded layout is the same (docs/same_bits.md). Parts run fused as with fuse=True; products,
+    invariant: what the model computes for a token has the same bits in every batch, with and
+    without padding, whole, in chunks or token by token with a cache, in sampling and in training,
+    on a CPU (docs/same_bits.md). Parts run fused as with fuse=True; products,
     attention and activations that torch computes between the layers are ours. ValueError for
     recipes and layers that cannot be that (scales of whole tensors, delayed scales, convolutions,
     recurrent layers), and RuntimeError in the forward pass for functions that cannot, on GPUs, and

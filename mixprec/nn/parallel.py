@@ -80,6 +80,11 @@ class PrepareFP8Input(ParallelStyle):
         its = weakref.ref(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.argument not in kwargs if self.argument else not args:
+                raise TypeError(
+                    f"PrepareFP8Input: argument must name what x is passed as, got "
+                    f"{self.argument!r} and a call with {len(args)} arguments and {[*kwargs]}"
+                )
             if self.argument is None:
                 return (self._gathered(args[0], its(), device_mesh), *args[1:]), kwargs
             x = self._gathered(kwargs[self.argument], its(), device_mesh)

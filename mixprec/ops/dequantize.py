@@ -54,8 +54,7 @@ def dequantize_mx_reference(args: Any) -> torch.Tensor:
     data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
     scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32 of one element, [M, 1] or
     [M, ceil(K / 128)], "nvfp4" only: scales are first multiplied with it, in FP32; None for values
-    without it. Returns data's
-    shape with `columns` as the last dimension, contiguous.
+    without it. Returns data's shape with `columns` as the last dimension, contiguous.
 
     The product is exact, but for the rounding to FP32 of subnormal and too large numbers, followed
     by one rounding to dtype; with tensor_scale_inv both products are rounded to FP32. A block whose

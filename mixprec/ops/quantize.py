@@ -164,7 +164,7 @@ def quantize(
         checks.is_tensor(op, "x", x)  # whose other checks are those of the ops
     if x.requires_grad:
         checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
-    if granularity.partition("/")[0] in block_formats.GRANULARITIES:
+    if str(granularity).partition("/")[0] in block_formats.GRANULARITIES:
         if scale is not None or power_of_two_scale is not True:
             name, got = ("scale", scale) if scale is not None else ("power_of_two_scale", False)
             raise ValueError(

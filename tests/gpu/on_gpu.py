@@ -13,10 +13,14 @@ from mixprec.recipes import GEMMS, ROLES, Recipe
 FAKE_DEVICE = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
 
 
-def needs_kernels(recipe: str) -> None:
-    """Skip a recipe with casts that a GPU leaves to torch, of which the fake one runs not all ops
-    without a wait."""
+def has_kernels(recipe: str) -> bool:
+    """Whether a GPU leaves none of its casts to torch."""
     parsed = Recipe.parse(recipe)
     casts = {str(parsed.product(name)._texts[role]) for name in GEMMS for role in ROLES}
-    if FAKE_DEVICE and not casts <= {"None", *BLOCK_FORMATS}:
+    return casts <= {"None", *BLOCK_FORMATS}
+
+
+def needs_kernels(recipe: str) -> None:
+    """Skip others on the fake GPU, which runs not all ops of torch without a wait."""
+    if FAKE_DEVICE and not has_kernels(recipe):
         pytest.skip(f"{recipe}: casts without a kernel, which a GPU runs by ops of torch")

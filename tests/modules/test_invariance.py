@@ -134,3 +134,14 @@ def test_threads_are_put_back_and_unknown_cases_refused() -> None:
     assert torch.get_num_threads() == threads
     with pytest.raises(ValueError, match="other threads, "):
         mixprec.invariance(model, x, cases=["x"])
+    with pytest.raises(ValueError, match="batch must have tensors"):
+        mixprec.invariance(model, 3)
+    with pytest.raises(TypeError, match=r"^invariance: model must be a torch.nn.Module"):
+        mixprec.invariance(x, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_compiled_code_is_a_case_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3)).eval()
+    (case,) = mixprec.invariance(model, torch.randn(64, 8), cases=["compiled"])
+    assert case.gap == 0 or (case.gap < 1e-5 and "compiled code" in case.said)

@@ -204,6 +204,8 @@ def test_names_without_a_counterpart_are_told_why(word: object, reason: str) -> 
         ("mxfp4", {"hadamard": 1}, "hadamard must be True, False or sizes, .*got 1"),
         ("nvfp4", {"hadamard": {"forward": 16}}, "hadamard must be True, False or sizes, .* got"),
         ("nvfp4", {"hadamard": {"grad_weight": 8}}, "sizes, of .16, 32, 64, 128., of some of"),
+        ("nvfp4", {"hadamard": ("grad_weight", 16)}, "sizes, of .16, 32, 64, 128., of some of"),
+        ("nvfp4", {"hadamard": {"grad_weight": [16]}}, "sizes, of .16, 32, 64, 128., of some of"),
         ("nvfp4", {"w_granularity": "nvfp4/32x32"}, "fmt must have parts that go together"),
         ("nvfp4", {"x_granularity": "nvfp4/7over6"}, "after slashes some of 32x32, .*nvfp4/7over6"),
         ("fp8", {"x_granularity": "tensor/16x16"}, "x_granularity must be 'tensor' or .* for e4m3"),

@@ -136,7 +136,7 @@ def test_gradients_have_the_right_size(name: str) -> None:
 
 KERNELS = (
     *("nvfp4/nearest", "nvfp4/16x16/max256/nearest", "mxfp8_e4m3/32x32", "mxfp6_e3m2/32x32"),
-    *("mxfp4/32x32", "nvfp4/mae", "nvfp4/mse/max256", "nvfp4/mae/nearest/x1.0625"),
+    *("mxfp4/32x32", "nvfp4/mae", "nvfp4/mse/max256", "nvfp4/max256/nearest/x1.0625"),
 )
 
 
@@ -214,6 +214,18 @@ def test_gemm_applies_the_scales_of_rows_and_of_blocks() -> None:
         torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-4)
 
 
+def test_a_backend_without_a_kernel_is_an_error() -> None:
+    x = torch.randn(32, 32)
+    mixprec.quantize(x, "e2m1", granularity="nvfp4/eden")
+    with (
+        mixprec.use_backend("cpp"),
+        pytest.raises(RuntimeError, match=r"^quantize_mx: cpp cannot run this call: no kernel"),
+    ):
+        mixprec.quantize(x, "e2m1", granularity="nvfp4/eden")
+    with pytest.raises(ValueError, match="granularity"):
+        mixprec.quantize(x, "e2m1", granularity=3)  # type: ignore[arg-type]
+
+
 def test_the_scales_of_ue5m3() -> None:
     codes = torch.arange(255, dtype=torch.uint8)
     values = decode(codes, UE5M3)
@@ -229,7 +241,8 @@ def test_hadamard_is_orthogonal() -> None:
 
 
 @for_each("fmt", ["nvfp4/", "nvfp4/16x16/row", "nvfp4/row/1x128", "mxfp4/mae", "nvfp4/32x32",
-                  "nvfp4/eden/mse", "nvfp4/mae/mae", "nvfp4/ue5m3/row", "nvfp5/row"])  # fmt: skip
+                  "nvfp4/eden/mse", "nvfp4/mae/mae", "nvfp4/ue5m3/row", "nvfp5/row",
+                  "nvfp4/mae/x1.0625", "nvfp4/ue5m3/mse", "nvfp4/ue5m3/max256"])  # fmt: skip
 def test_texts_that_say_nothing(fmt: str) -> None:
     with pytest.raises(ValueError, match=r"quantize_mx: fmt must .*got"):
         quantize_mx_op(torch.ones(16, 16), fmt, "rceil", False, None, False, False)

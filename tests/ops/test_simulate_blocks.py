@@ -11,6 +11,7 @@ from fractions import Fraction
 import independent as ind
 import independent_mx as mx
 import numpy as np
+import pytest
 import torch
 from cases import for_each, normal
 from test_simulate import of_sizes
@@ -156,6 +157,12 @@ def test_mi300(dtype: torch.dtype) -> None:
         rows = [[of_mi300(x, y, least, parts) for y in b.double().tolist()]
                 for x in a.double().tolist()]  # fmt: skip
         ind.assert_same_bits(got, torch.tensor(rows))
+
+
+def test_scales_that_no_tensor_core_reads() -> None:
+    q = mixprec.quantize(torch.ones(4, 64), "e2m1", granularity="nvfp4/ue5m3")
+    with mixprec.simulate("blackwell"), pytest.raises(ValueError, match="have no instruction for"):
+        mixprec.gemm(q, q.t())
 
 
 def test_nan_and_overflow_of_blocks() -> None:

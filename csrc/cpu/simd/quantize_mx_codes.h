@@ -70,31 +70,13 @@ inline void scales_of(const ScaleRule& rule, int64_t blocks, MxBuffers& b) {
   each([](uint32_t amax, const ScaleRule& r) { return nvfp4_scale<false>(amax, r); });
 }
 
-// The sum over a block of |x' - x| or (x' - x)^2, in order, for the values x' with this scale.
-template <class X>
-float error_of(const X* x, const BlockScale& s, const ScaleRule& rule) {
-  float off[16], total = 0.0f, scale = decode(E4m3{s.code});
-  for (int i = 0; i < 16; ++i) {
-    float v = decode(x[i]), q = decode_element(E2m1{encode_element<E2m1>(v * s.factor)});
-    off[i] = q * scale * rule.amax / rule.largest_product - v;
-  }
-  bool mse = rule.adaptive == Adaptive::mse;
-  for (float e : off) total += mse ? e * e : e < 0.0f ? -e : e;
-  return total;
-}
-
-// The better of the scales that make the largest elements of blocks 6 and 4.
+// Of NVFP4 with two scales to choose from.
 template <class X>
 void choose_scales(const X* x, const ScaleRule& rule, int64_t blocks, MxBuffers& b) {
-  ScaleRule exactly = rule;
-  exactly.sixth = 1.0f;
   for (int64_t i = 0; i < blocks; ++i) {
-    float exact = bits_float(b.largest[i]) / 6.0f * rule.scale;
-    BlockScale six = block_scale(float_bits(exact), exactly);
-    BlockScale four = block_scale(float_bits(exact * 1.5f), exactly);
-    bool better = error_of(x + 16 * i, four, rule) < error_of(x + 16 * i, six, rule);
-    b.scale[i] = better ? four.code : six.code;
-    b.factor[i] = better ? four.factor : six.factor;
+    BlockScale better = better_scale(x + 16 * i, b.largest[i], rule);
+    b.scale[i] = better.code;
+    b.factor[i] = better.factor;
   }
 }
 

@@ -362,7 +362,10 @@ class Op:
             kind, run = self._chosen.get((context.backend, device), _UNKNOWN)
             # Before a choice, which is for all calls: this one may be one that no kernel can do.
             refuses = self._refuses.get("cpp" if device.type == "cpu" else "cuda")
-            if refuses and self._prefers is None and refuses(self.Args(*args), None):
+            if refuses and self._prefers is None and (why := refuses(self.Args(*args), None)):
+                forced = context.backend
+                if forced not in (None, "reference"):
+                    raise RuntimeError(f"{self.name}: {forced} cannot run this call: {why}")
                 kind, run = device.type, self._ready("reference", device.type, 0, args)
             if run is None:
                 kind = device.type

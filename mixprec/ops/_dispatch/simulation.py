@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from ..._modes import Block, follow_checkpoints
 from ...formats import Format
 from .._reference import gemm_scales
+from .._reference.block_formats import BLOCK_FORMATS
 from . import checks
 
 
@@ -114,7 +115,8 @@ def current() -> str | None:
 
 def check_blocks(arch: str, *fmts: str) -> int:
     """The GPU multiplies these two block formats; returns the key of `BLOCKS`."""
-    if arch != "blackwell" or fmts.count("nvfp4") == 1:
+    stored = {*fmts} <= {*BLOCK_FORMATS}
+    if arch != "blackwell" or not stored or fmts.count("nvfp4") == 1:
         raise ValueError(
             f"simulate: the tensor cores of {arch} have no instruction for {' by '.join(fmts)}: "
             'those of "blackwell" multiply NVFP4 by NVFP4, and MX formats in any mix'

@@ -99,7 +99,10 @@ def parse(op: str, fmt: str) -> BlockFormat:
     different = sum(map(len, settings)) == len({key for one in settings for key in one})
     fits = block.rows in (1, block.block) and (base.nvfp4 or {*parts} <= {"32x32"})
     alone = [block.rows > 1, not block.casts_transpose, block.scale != formats.E4M3, block.eden]
-    if not different or not fits or sum(alone) > 1 or (block.eden and block.adaptive):
+    # 4/6 chooses among scales of a bound and of no other factor; UE5M3 has no bound.
+    free = not block.adaptive or (block.factor == 1 and not block.eden)
+    free &= block.scale == formats.E4M3 or (block.bound == 448 and not block.adaptive)
+    if not different or not fits or sum(alone) > 1 or not free:
         raise ValueError(f"{op}: fmt must have parts that go together, got {fmt!r}")
     if not torch.compiler.is_compiling():
         _parsed[fmt] = block
