@@ -43,8 +43,18 @@ class _Known:
     kinds: tuple[Any, ...]  # ids, dtypes, sizes of the states, moments
     addresses: list[int]
     versions: list[int]
+    params: list[torch.Tensor]
     data: list[torch.Tensor]  # the parts on this rank
     has_master: bool | None  # all of them, or none, in one batch; None: several batches
+
+
+def _versions(params: list[torch.Tensor], data: list[torch.Tensor]) -> list[int]:
+    """Of params and their parts: a write to a DTensor is none to its part, and the other way
+    round."""
+    own = [part._version for part in data]
+    if data is params:
+        return own
+    return [p._version + version for p, version in zip(params, own, strict=True)]
 
 
 class Batches:
@@ -89,7 +99,7 @@ class Batches:
             data = list(map(local, params))
             grads = [local(placed_like(grad, p)) for grad, p in zip(grads, params, strict=True)]
         states = list(map(state.__getitem__, params))
-        dtypes, versions = [p.dtype for p in data], [p._version for p in data]
+        dtypes, versions = [p.dtype for p in data], _versions(params, data)
         # Assigning p.data leaves the version as it is.
         addresses = list(map(torch.Tensor.data_ptr, data))
         now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
@@ -119,7 +129,7 @@ class Batches:
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
             self.met_low_precision |= any(dtype in LOW_PRECISION for dtype in dtypes)
-        self._current[g] = _Known(now, addresses, versions, data, has_master)
+        self._current[g] = _Known(now, addresses, versions, params, data, has_master)
         if has_master is not None:
             yield Batch(g, moments, policy, params, data, grads, states, has_master)
             return
@@ -138,7 +148,7 @@ class Batches:
         if self._changes != _masters.Changes.count:  # also of groups that had no gradients
             self._known = {}
         for known in self._current.values():
-            known.versions = [p._version for p in known.data]
+            known.versions = _versions(known.params, known.data)
         self._known.update(self._current)
         self._current = {}
         self._changes = _masters.Changes.count

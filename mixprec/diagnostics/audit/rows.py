@@ -133,9 +133,9 @@ def first_difference(checked: Rows, among: Rows) -> str:
             if is_filled or not _missing(event.operands, taken):
                 return event.said(wrong, shapes[event.where, event.op])
             return (
-                only_here or f"{event.where}, {event.op}: its operands differ, it is not seen why"
+                only_here or f"{event.where}, {event.op}: its operands differ, for a reason that no op shows"
             )
-    return only_here or "not seen op by op: watched, both passes have the same rows"
+    return only_here or "not reproduced: op by op, both passes have the same rows"
 
 
 def _missing(numbers: Numbers, there: dict[Key, list[torch.Tensor]]) -> list[Key]:
