@@ -40,6 +40,7 @@ BUFFERS = ("amax_history", "scale", "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales
 _automatic = True
+_WAYS = ("forward", "backward")
 _agreed: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
 
 
@@ -81,16 +82,25 @@ def forget(layer: torch.nn.Module) -> None:
 
 def runs_on_no_data() -> bool:
     """Whether this is the pass with which a PipelineStage of torch finds out, in its first step,
-    what shapes its stage returns: on memory that nothing has been written to, in grad mode."""
+    what shapes its stage returns: on memory that nothing has been written to, in grad mode, and
+    backward, where a checkpoint runs the forward pass again."""
     if torch.compiler.is_compiling():
         return False
     stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
     kind = getattr(stage, "PipelineStage", None)
-    infer: Any = getattr(kind, "_forward_metadata_inference", None)  # older ones: without grad mode
-    frame: Any = None if infer is None else sys._getframe()
-    while frame is not None and frame.f_code is not infer.__code__:
-        frame = frame.f_back
-    return frame is not None
+    # Older ones: without grad mode.
+    infers: Any = (getattr(kind, f"_{way}_metadata_inference", None) for way in _WAYS)
+    codes = {infer.__code__ for infer in infers if infer is not None}
+    if not codes:
+        return False
+    in_backward = torch._C._current_graph_task_id() != -1  # on a GPU: on another thread
+    frames: Any = sys._current_frames().values() if in_backward else [sys._getframe()]
+    for frame in frames:
+        while frame is not None:
+            if frame.f_code in codes:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def updates_automatically() -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 import mixprec.distributed
@@ -159,11 +160,16 @@ def zero_scaled() -> None:
     assert all(map(torch.equal, *ends))
 
 
-def delayed_pipeline() -> None:
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def delayed_pipeline(kind: type[nn.Sequential]) -> None:
     """The pass with which torch finds out shapes, on unwritten memory, leaves scales alone."""
     rank, x = dist.get_rank(), torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     alone = mixprec.convert(make_model(32, 32, 32), "fp8-delayed")
-    stage = copy.deepcopy(alone)[:2] if rank == 0 else copy.deepcopy(alone)[2:]
+    stage = kind(*(copy.deepcopy(alone)[:2] if rank == 0 else copy.deepcopy(alone)[2:]))
     schedule = ScheduleGPipe(
         PipelineStage(stage, rank, 2, torch.device("cpu")), 2, loss_fn=nn.MSELoss()
     )
@@ -177,19 +183,22 @@ def delayed_pipeline() -> None:
         found = to_tensor(self, arg)
         return found if isinstance(arg, torch.Tensor) else filled(found)
 
-    target = torch.zeros(8, 32)
-    with patch.object(PipelineStage, "_to_tensor", huge):
-        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=[])
-    for part in x.chunk(2):
-        nn.functional.mse_loss(alone(part), target[:4]).backward()
-    for model in (alone, stage):
-        mixprec.update_scales(model)
+    for _ in range(2):
+        target = torch.zeros(8, 32)
+        with patch.object(PipelineStage, "_to_tensor", huge):
+            schedule.step(x) if rank == 0 else schedule.step(target=target, losses=[])
+        for part in x.chunk(2):
+            nn.functional.mse_loss(alone(part), target[:4]).backward()
+        for model in (alone, stage):
+            mixprec.update_scales(model)
     assert torch.equal(stage[0].amax_history, alone[2 * rank].amax_history)
 
 
 def on_two() -> None:
-    for check in (zero, zero_scaled, fsdp1, main_grads, pipeline, delayed_pipeline):
+    for check in (zero, zero_scaled, fsdp1, main_grads, pipeline):
         check()
+    for kind in (nn.Sequential, Checkpointed):
+        delayed_pipeline(kind)
 
 
 def test_steps_on_two_ranks() -> None:

@@ -1,4 +1,4 @@
-"""16-bit parameters under FSDP2, and what wrappers and pipelines do to gradients and scales."""
+"""16-bit parameters under FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_models import BF16, loss_of, make_model, whole, wrapped
+from distributed_models import BF16, local_part, loss_of, make_model, whole, wrapped
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
@@ -138,23 +138,26 @@ def check_grad_dtype() -> None:
     AdamW(make_model(32, 32).to(BF16).parameters(), **options)  # of no wrapper
 
 
-def check_pipeline() -> None:
-    """Tensors with which torch infers shapes are not recorded."""
-    rank = dist.get_rank()
-    layer = mixprec.convert(make_model(32, 32), "fp8-delayed")[0]
-    recorded: list[float] = []
-    layer.register_forward_hook(lambda *_: recorded.append(layer.amax.item()))
-    schedule = ScheduleGPipe(
-        PipelineStage(nn.Sequential(layer), rank, 2, torch.device("cpu")),
-        2,
-        loss_fn=nn.MSELoss(),
-    )
-    x = torch.full((8, 32), 3.0)
-    schedule.step(*([x] if rank == 0 else []), **({"target": x, "losses": []} if rank else {}))
-    assert len(recorded) == 3
-    assert recorded[0] == -1.0, "nothing yet"
-    assert recorded[1] == recorded[2] > 0.1
-    assert 0 < layer.grad_amax < 1
+def check_writes() -> None:
+    """A write to a parameter between two steps, and to the part of a rank, is one to its master."""
+    for way in ("fsdp", "tensor parallel"):
+        for options in ({}, {"master_weights": "remainder16"}):
+            alone = mixprec.cast_parameters(make_model(32, 32), BF16)
+            model = mixprec.cast_parameters(make_model(32, 32), BF16)
+            if way == "fsdp":
+                wrapped("fsdp", model)
+            else:
+                parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+            for m in (alone, model):
+                optimizer = AdamW(m.parameters(), lr=1e-3, **options)
+                for step in range(5):
+                    for p in m.parameters():
+                        p.grad = torch.ones_like(p)
+                        if step:
+                            (p if step % 2 else local_part(p)).detach().mul_(1.5)
+                    optimizer.step()
+            ours, theirs = (whole(fp32_state_dict(m).values()) for m in (model, alone))
+            assert all(map(torch.equal, ours, theirs)), (way, options)
 
 
 def casts_on_two() -> None:
@@ -163,7 +166,7 @@ def casts_on_two() -> None:
 
 
 def rest_on_two() -> None:
-    for check in (check_full_state, check_grad_dtype, check_pipeline):
+    for check in (check_full_state, check_grad_dtype, check_writes):
         check()
 
 

@@ -132,9 +132,8 @@ def first_difference(checked: Rows, among: Rows) -> str:
             is_filled = _DRAWS in event.func.tags and event.op.endswith("_")
             if is_filled or not _missing(event.operands, taken):
                 return event.said(wrong, shapes[event.where, event.op])
-            return (
-                only_here or f"{event.where}, {event.op}: its operands differ, for a reason that no op shows"
-            )
+            unseen = "its operands differ, for a reason that no op shows"
+            return only_here or f"{event.where}, {event.op}: {unseen}"
     return only_here or "not reproduced: op by op, both passes have the same rows"
 
 
