@@ -65,9 +65,25 @@ def place(param: torch.Tensor, record: Record) -> None:
             mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
             # Each rank has all of it, and takes its part, as fully_shard does.
             t = distribute_tensor(t.to(param.device), mesh, placements, src_data_rank=None)
+        elif is_sharded(t) and is_sharded(param) and t.device_mesh != param.device_mesh:  # type: ignore[attr-defined]
+            t = like(param, _cut(t, param))
         if t.device != param.device:
             t = t.to(param.device)
         record[name] = t
+
+
+def _cut(t: Any, param: Any) -> torch.Tensor:
+    """This rank's part of a split tensor after fully_shard has cut the parts along other dimensions
+    of the mesh."""
+    part, mesh, kept = t.to_local(), param.device_mesh, t.device_mesh.mesh_dim_names or ()
+    for i, (name, placement) in enumerate(
+        zip(mesh.mesh_dim_names or (), param.placements, strict=False)
+    ):
+        if name not in kept and not placement.is_replicate():
+            chunks = part.chunk(mesh.size(i), placement.dim)
+            rank = mesh.get_local_rank(i)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part.contiguous()
 
 
 def distribute(before: torch.Tensor | None, param: torch.Tensor, record: Record) -> None:

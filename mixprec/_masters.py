@@ -377,8 +377,10 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """A hook of all optimizers: those of torch have no masters. It frees what they do not take."""
     if torch.compiler.is_compiling() or type(optimizer) not in _TORCHS:
         return
-    params = (p for g in optimizer.param_groups for p in g["params"])
-    kept = [p for p in params if p.grad is not None and vars(p).get(_NAME)]
+    params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if _modules and any(known(p) is None for p in params):  # what shards a model made others
+        attach()
+    kept = [p for p in params if known(p)]
     for param in kept:
         if param.dtype not in LOW_PRECISION:
             set_data(param, values_of(param).to(param.dtype))

@@ -252,7 +252,7 @@ def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
     if ranks or any(map(is_sharded, state.values())):
         state = widened(state, moments, torch.bfloat16) if coded else dict(state)
         if "remainder" in state and state["remainder"].dtype == torch.int16:
-            state["remainder" + _CODES] = _bits(state.pop("remainder"), torch.float16)
+            state["remainder"] = _bits(state["remainder"], torch.float16)
         return state
     return {name + _CODES if name in coded else name: value for name, value in state.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -115,7 +116,7 @@ def check_full_state() -> None:
         optimizer.step()
         values = whole(fp32_state_dict(model).values())
         state = copy.deepcopy(get_optimizer_state_dict(outer, optimizer, options=options))
-        parts = [each["remainder_codes"] for each in state["state"].values()]
+        parts = [each["remainder"] for each in state["state"].values()]
         assert [(t.shape, t.dtype) for t in parts] == [(v.shape, torch.float16) for v in values]
         with torch.no_grad():
             for each in optimizer.state.values():
@@ -136,6 +137,25 @@ def check_grad_dtype() -> None:
     with pytest.raises(ValueError, match=r"^AdamW: grad_dtype must be None"):
         optimizer.zero_grad()
     AdamW(make_model(32, 32).to(BF16).parameters(), **options)  # of no wrapper
+
+
+def check_torchs_optimizer() -> None:
+    """Its step frees what it does not take, and says so, as in one process."""
+    for options in ({}, {"dtype": torch.float32}):
+        model = mixprec.cast_parameters(make_model(32, 32), BF16)
+        first = whole(fp32_state_dict(model).values())
+        wrapped("fsdp", model)
+        model.to(**options)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        warns = contextlib.nullcontext() if options else pytest.warns(UserWarning, match="are lost")
+        with warns:
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+        kept = first if options else [t.to(BF16) for t in first]
+        assert all(map(torch.equal, whole(model.parameters()), kept))
+        assert all(
+            map(torch.equal, whole(fp32_state_dict(model).values()), map(torch.Tensor.float, kept))
+        )
 
 
 def check_writes() -> None:
@@ -166,7 +186,7 @@ def casts_on_two() -> None:
 
 
 def rest_on_two() -> None:
-    for check in (check_full_state, check_grad_dtype, check_writes):
+    for check in (check_full_state, check_grad_dtype, check_writes, check_torchs_optimizer):
         check()
 
 

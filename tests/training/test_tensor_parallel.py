@@ -145,7 +145,26 @@ def on_four(results: dict[str, list[torch.Tensor]]) -> None:
         check(recipe, False, "convert", False, True, want)
 
 
+def sharded_after_the_cast() -> None:
+    """What is behind a split parameter is cut as fully_shard cuts it."""
+    for shape, names in (((2, 2), ("data", "tensor")), ((2, 2, 1), ("copy", "data", "tensor"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = mixprec.convert(make_model()[0].mlp, "bf16")
+        exact = whole(model.parameters())
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mixprec.cast_parameters(model, torch.bfloat16)
+        fully_shard(model, mesh=mesh[names[:-1]])
+        optimizer = mixprec.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        model(data(0, 0).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        values = whole(mixprec.optim.fp32_state_dict(model).values())
+        for value, want, p in zip(values, exact, model.parameters(), strict=True):
+            assert torch.equal(value, want)
+            assert p.dtype == torch.bfloat16
+
+
 def test_with_sharded_parameters_on_a_mesh_of_two_dimensions() -> None:
+    on_ranks(4, sharded_after_the_cast)
     results = {recipe: alone(recipe, [0, 1], bad=False) for recipe in ("fp8", "mxfp8")}
     on_ranks(4, on_four, results=results)
 
