@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .diagnostics.audit import Audit, audit, bisect
     from .diagnostics.audit.diff import Diff
     from .diagnostics.invariance import Invariance, invariance
+    from .diagnostics.log_probs import LogProbGap, log_prob_gap
     from .diagnostics.memory_report import MemoryReport, memory_report
     from .diagnostics.outliers import choose_outliers
     from .diagnostics.plan import plan
@@ -53,6 +54,7 @@ __all__ = [
     "Format",
     "GradScaler",
     "Invariance",
+    "LogProbGap",
     "MemoryReport",
     "Plan",
     "Quantized",
@@ -80,6 +82,7 @@ __all__ = [
     "is_available",
     "lean",
     "load_checkpoint",
+    "log_prob_gap",
     "memory_report",
     "nn",
     "norm_quantize",
@@ -109,6 +112,7 @@ _DEFINED_IN = {
     "Diff": "diagnostics.audit.diff",
     "GradScaler": "amp.grad_scaler",
     "Invariance": "diagnostics.invariance",
+    "LogProbGap": "diagnostics.log_probs",
     "MemoryReport": "diagnostics.memory_report",
     "Plan": "diagnostics.plan.result",
     "Recipe": "recipes",
@@ -127,6 +131,7 @@ _DEFINED_IN = {
     "is_available": "availability",
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",
+    "log_prob_gap": "diagnostics.log_probs",
     "memory_report": "diagnostics.memory_report",
     "plan": "diagnostics.plan",
     "reuse_weights": "nn.reuse_weights",
