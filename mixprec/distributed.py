@@ -372,8 +372,11 @@ def _same_masters(wrapper: DistributedDataParallel, mine: set[int]) -> None:
     counts = _all_reduce(has, group).tolist()
     for p in (p for p, count in zip(low, counts, strict=True) if count):
         values = _masters.values_of(p).contiguous()
+        mine = values.clone()
         dist.broadcast(values, dist.get_global_rank(group, 0), group)
-        _masters.set_values(p, values)
+        # Remainders of equal values stay as they are: setting them moves those of ties by a unit.
+        if _all_reduce(torch.tensor([not torch.equal(values, mine)], dtype=torch.int32), group):
+            _masters.set_values(p, values)
 
 
 def _drop_copy(param: torch.Tensor) -> None:

@@ -121,8 +121,16 @@ def check_full_state() -> None:
         with torch.no_grad():
             for each in optimizer.state.values():
                 each["remainder"].zero_()
-        set_optimizer_state_dict(outer, optimizer, state, options=options)
+        set_optimizer_state_dict(outer, optimizer, copy.deepcopy(state), options=options)
         assert all(map(torch.equal, whole(fp32_state_dict(model).values()), values))
+        again = SGD(outer.parameters(), momentum=0.9, master_weights="remainder16")
+        for each in state["state"].values():  # halfway between two neighbours
+            each["remainder"].view(torch.int16).fill_(-(2**15))
+        set_optimizer_state_dict(outer, again, state, options=options)
+        again.param_groups[0]["lr"] = 0.0
+        again.step()
+        for p in outer.parameters():
+            assert bool((local_part(again.state[p]["remainder"]) == -(2**15)).all()), kind
 
 
 def check_grad_dtype() -> None:
