@@ -313,7 +313,7 @@ def first_step(
     rounded from: they get the masters of the first rank. It does not average `main_grad`:
     RuntimeError for params that have one, and for those of a pipeline, whose schedule divides
     `grad` alone by the number of micro-batches. ZeroRedundancyOptimizer gives each rank an
-    optimizer of some of the params: its group is that of `ranks`.
+    optimizer of some of the params, with their masters: its group is that of `ranks`.
 
     params: those of the optimizer.
     """
@@ -327,14 +327,16 @@ def first_step(
     schedule = getattr(pipelines, "_PipelineSchedule", None)
     mine = set(map(id, params))
     # Neither module nor optimizer knows what wraps it: of all objects, those of these classes.
-    for wrapper in gc.get_objects():
-        kind = type(wrapper)
-        if issubclass(kind, DistributedDataParallel):
-            _same_masters(wrapper, mine)
-        elif schedule is not None and issubclass(kind, schedule):
+    kinds = tuple(k for k in (DistributedDataParallel, schedule, zero) if k is not None)
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    around = [w for w in wrappers if zero and isinstance(w, zero) and w.optim is optimizer]
+    for wrapper in wrappers:
+        if isinstance(wrapper, DistributedDataParallel):
+            _same_masters(wrapper, mine, is_split=bool(around))
+        elif schedule and isinstance(wrapper, schedule):
             _refuse_undivided(wrapper, mine)
-        elif zero is not None and issubclass(kind, zero) and wrapper.optim is optimizer:
-            ranks.process_group = ranks.process_group or wrapper.process_group
+    for wrapper in around:
+        ranks.process_group = ranks.process_group or wrapper.process_group
 
 
 def _refuse_undivided(schedule: Any, mine: set[int]) -> None:
@@ -351,8 +353,9 @@ def _refuse_undivided(schedule: Any, mine: set[int]) -> None:
         )
 
 
-def _same_masters(wrapper: DistributedDataParallel, mine: set[int]) -> None:
-    """Of its params, if any is in `mine`, which holds ids."""
+def _same_masters(wrapper: DistributedDataParallel, mine: set[int], is_split: bool) -> None:
+    """Of its params, if any is in `mine`, which holds ids. is_split: each rank has the masters of
+    those that it updates."""
     import torch.distributed as dist
 
     named, group = wrapper.module.named_parameters(), wrapper.process_group
@@ -366,16 +369,18 @@ def _same_masters(wrapper: DistributedDataParallel, mine: set[int]) -> None:
             "average over its ranks: use mixprec.distributed.reduce_gradients_in_fp32, which sums "
             "in FP32 too, or name them in its parameters to ignore and average main_grad yourself"
         )
+    if is_split:
+        return
     _masters.attach()
     low = [p for p in inside if p.dtype in LOW_PRECISION and not is_sharded(p)]
     has = torch.tensor([_masters.has_values(p) for p in low], dtype=torch.int32)
     counts = _all_reduce(has, group).tolist()
     for p in (p for p, count in zip(low, counts, strict=True) if count):
         values = _masters.values_of(p).contiguous()
-        mine = values.clone()
+        before = values.clone()
         dist.broadcast(values, dist.get_global_rank(group, 0), group)
         # Remainders of equal values stay as they are: setting them moves those of ties by a unit.
-        if _all_reduce(torch.tensor([not torch.equal(values, mine)], dtype=torch.int32), group):
+        if _all_reduce(torch.tensor([not torch.equal(values, before)], dtype=torch.int32), group):
             _masters.set_values(p, values)
 
 

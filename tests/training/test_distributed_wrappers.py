@@ -144,6 +144,29 @@ def pipeline() -> None:
     torch.testing.assert_close(stage[0].weight, alone[2 * rank].weight)
 
 
+def zero_resumed() -> None:
+    """Each rank loads the masters of the params that it updates, and keeps them."""
+    made = []
+    for _ in range(2):
+        model = make_model(*SIZES).to(BF16)
+        outer = DistributedDataParallel(model)
+        made.append((model, outer, ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)))
+    for step in range(3):
+        for _, outer, optimizer in made if step == 2 else made[:1]:
+            outer(torch.full((8, 32), step + 1.0, dtype=BF16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            made[0][2].consolidate_state_dict(to=0)
+            saved = [made[0][2].state_dict() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(saved, 0)
+            made[1][0].load_state_dict(made[0][0].state_dict())
+            made[1][2].load_state_dict(saved[0])
+    masters = [[each["master"] for each in z.optim.state.values()] for _, _, z in made]
+    assert masters[0]
+    assert all(map(torch.equal, *masters))
+
+
 def zero_scaled() -> None:
     """What reduce_gradients_in_fp32 has averaged is unscaled in main_grad, too."""
     ends = []
@@ -195,7 +218,7 @@ def delayed_pipeline(kind: type[nn.Sequential]) -> None:
 
 
 def on_two() -> None:
-    for check in (zero, zero_scaled, fsdp1, main_grads, pipeline):
+    for check in (zero, zero_resumed, zero_scaled, fsdp1, main_grads, pipeline):
         check()
     for kind in (nn.Sequential, Checkpointed):
         delayed_pipeline(kind)
