@@ -100,7 +100,7 @@ def freeze(
         "int8"   8 bits and those of the row's scale, 127 / amax
         "fp8"    the same in E4M3, scale 448 / amax
         "nvfp4"  4.5, E2M1 in blocks of 16 along K, with scales in E4M3
-        "mxfp4"  4.25, E2M1 in blocks of 32 along K, with powers of two as scales
+        "mxfp4"  4.25, E2M1 in blocks of 32 along K, with powers of two as scales, to even
 
     nn.Linear, mixprec.nn.Linear and their subclasses without a forward pass of their own are
     replaced if module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft and its

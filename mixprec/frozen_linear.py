@@ -98,9 +98,9 @@ class FrozenLinear(nn.Module):
         mxfp4      weight_codes uint8 [N, ceil(K / 2)]; weight_scale_inv uint8 [N, ceil(K / 32)]
         nvfp4      as mxfp4, weight_scale_inv E4M3 [N, ceil(K / 16)]; weight_tensor_scale_inv fp32
 
-    `mixprec.quantize` describes the codes and scales of fp8, mxfp4 and nvfp4. The weight is decoded
-    to x's dtype, or to `compute_dtype` where x is fp32; the output has x's dtype. x receives a
-    gradient, the weight does not.
+    `mixprec.quantize` describes the codes and scales of fp8, mxfp4 (scale_mode "even") and nvfp4.
+    The weight is decoded to x's dtype, or to `compute_dtype` where x is fp32; the output has x's
+    dtype. x receives a gradient, the weight does not.
     """
 
     weight_codes: torch.Tensor

@@ -89,7 +89,8 @@ class Recipe(Checked):
 
     backward: "bf16" is short for both `products` in bf16. "dequantized": x and w are, for the
     backward products, what forward saw of them: cast, decoded to their own dtype, and then cast as
-    `products` says, which is "bf16" for both if left out.
+    `products` says, which is "bf16" for both if left out; one that it does not name is cast as for
+    the forward product.
 
     outliers: of the K input features of a linear layer, the share (0.01: one in a hundred, rounded
     up) that all three products read in bf16: with the indices O of these features and the other

@@ -129,7 +129,7 @@ def rows(side: int, powers: int, blocks: int, seeds: int) -> Iterator[dict[str, 
         )
         yield {"what": what, "claim": claims[:powers], "ours": ours}
     for element, mode, claim in SATURATED:
-        what = f"% of MX blocks beyond the maximum, {element}, {mode}"
+        what = f"% of MX blocks, log-uniform, beyond the maximum, {element}, {mode}"
         yield {"what": what, "claim": claim, "ours": saturated(element, mode, blocks)}
     for name in RECIPES:
         yield {"recipe": name, "seeds": seeds, "gradients": slopes(name, seeds)}
