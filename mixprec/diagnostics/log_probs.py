@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..nn.autocast import autocast
+from ..nn.convert import unconvert
 from ..ops._dispatch import checks
 from .passes import restored, tensors
 from .writers import aligned
@@ -135,7 +136,7 @@ def log_prob_gap(
     report, gaps = LogProbGap(), torch.empty(0)
     totals: dict[str, torch.Tensor] = {}  # by name: squares of engine, model, and FP32 itself
     with restored(model), torch.no_grad():
-        exact = copy.deepcopy(model).float().eval()
+        exact = unconvert(copy.deepcopy(model)).float().eval()
         own = (model if dtype is None else copy.deepcopy(model).to(dtype)).eval()
         device = next((p.device for p in own.parameters()), torch.device("cpu"))
         for sample in _samples(file, own):
@@ -187,6 +188,11 @@ def _pass(model: nn.Module, sample: _Sample) -> dict[str, torch.Tensor]:
     ]
     try:
         output = model(input_ids=ids)
+    except IndexError as error:
+        low, high = int(ids.min()), int(ids.max())
+        raise ValueError(
+            f"log_prob_gap: tokens must be those of the model, got {low} to {high}: {error}"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -206,6 +212,8 @@ def _samples(file: str | os.PathLike[str], model: nn.Module) -> Iterator[_Sample
     modules = dict(model.named_modules())
     for i, (tokens, log_probs, hidden) in enumerate(read(file)):
         count = len(tokens)
+        if len(log_probs) >= count and log_probs[: len(log_probs) - count + 1].isnan().all():
+            log_probs = log_probs[len(log_probs) - count + 1 :]  # nothing comes before the first
         if not 0 < len(log_probs) < count:
             raise ValueError(
                 f"log_prob_gap: log_probs must be those of the last tokens, at most {count - 1} "
@@ -235,6 +243,8 @@ def _of_json(file: str | os.PathLike[str]) -> Iterator[_Parts]:
                 continue
             try:
                 row = json.loads(line)
+                if any(type(token) is not int for token in row["tokens"]):
+                    raise TypeError("tokens must be integers")
                 tokens = torch.tensor(row["tokens"], dtype=torch.long)
                 known = [math.nan if x is None else float(x) for x in row["log_probs"]]
                 hidden = {n: torch.tensor(t) for n, t in row.get("hidden_states", {}).items()}

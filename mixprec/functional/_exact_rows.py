@@ -12,6 +12,11 @@ from ..ops.gemm_grouped import gemm_grouped_op
 from ._derivatives import NO_SECOND, on_backend_of_forward
 
 
+def _as(product: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """As torch's matmul, no view, so that code may write into the result."""
+    return torch.ops.aten._unsafe_view(product, shape)
+
+
 class _Products(torch.autograd.Function):
     """a [E, M, K] @ b [E, K, N], whose gradients are torch's products."""
 
@@ -21,10 +26,10 @@ class _Products(torch.autograd.Function):
         ctx.backend = None
         e, m, k = a.shape
         if e == 1:
-            return run(Operands(a[0], b[0]), None, a.dtype, False, None).unsqueeze(0)
+            return _as(run(Operands(a[0], b[0]), None, a.dtype, False, None), (1, m, b.shape[-1]))
         ends = torch.arange(m, (e + 1) * m, m, dtype=torch.int32)[:e]
         y = gemm_grouped_op(a.reshape(e * m, k), b, None, None, ends, a.dtype, False)
-        return y.view(e, m, -1)
+        return _as(y, (e, m, b.shape[-1]))
 
     @staticmethod
     @on_backend_of_forward
@@ -41,8 +46,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     FP32 in ascending order of K."""
     (*batch_a, m, k), (*batch_b, _, n) = a.shape, b.shape
     if not batch_b:
-        return _Products.apply(a.reshape(1, -1, k), b.unsqueeze(0)).view(*batch_a, m, n)
+        return _as(_Products.apply(a.reshape(1, -1, k), b.unsqueeze(0)), (*batch_a, m, n))
     batch = torch.broadcast_shapes(batch_a, batch_b)
     left, right = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
-    product: torch.Tensor = _Products.apply(left, right)
-    return product.view(*batch, m, n)
+    return _as(_Products.apply(left, right), (*batch, m, n))

@@ -63,7 +63,7 @@ def check_model(model: nn.Module) -> None:
                 wrong.setdefault(f"recipe {module.recipe.name}: {reason}", fqn)
             if not isinstance(module, _KINDS):
                 wrong.setdefault(f"{type(module).__name__}: its kernel depends on the sizes", fqn)
-        elif isinstance(module, nn.RNNBase):
+        elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             wrong.setdefault(f"{type(module).__name__}: its products are torch's", fqn)
     if wrong:
         listed = "; ".join(f"{fqn or 'the model'}, {why}" for why, fqn in wrong.items())
@@ -150,6 +150,7 @@ def _refused(reason: str) -> Callable[..., Any]:
 
 
 _torchs = _refused("torch chooses its kernel by the sizes")
+_tail = _refused("torch computes the last elements of a tensor by another formula")
 
 
 def _activation(kind: str) -> Callable[..., Any]:
@@ -167,9 +168,23 @@ def _rsqrt(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return func(input.float(), *args, **kwargs).to(input.dtype) if _is_low(input) else func(input)
 
 
+def _pow(func: Any, input: Any, exponent: Any) -> Any:
+    if not (_is_low(input) or _is_low(exponent)):
+        return func(input, exponent)
+    if isinstance(exponent, float) and exponent == -0.5:
+        return _rsqrt(torch.rsqrt, input)
+    is_number = isinstance(exponent, (int, float))  # else a table, as slopes of heads are
+    is_exact = not is_number or exponent == 0.5 or exponent % 1 == 0
+    return func(input, exponent) if is_exact else _tail(func, input, exponent)
+
+
 def _softmax(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[0] if args else None)
-    rest = _LEAST - input.shape[-1] if _is_low(input) and dim in (-1, input.dim() - 1) else 0
+    if dim not in (-1, input.dim() - 1):
+        return _refused("only along the last dimension rows are apart")(
+            func, input, *args, **kwargs
+        )
+    rest = _LEAST - input.shape[-1] if _is_low(input) else 0
     if rest <= 0:
         return func(input, *args, **kwargs)
     padded = nn.functional.pad(input, (0, rest), value=-torch.inf)
@@ -204,10 +219,12 @@ def _batch_norm(func: Any, *args: Any, **kwargs: Any) -> Any:
 _PRODUCTS = """
 addmm addmv addbmm baddbmm addr mv dot vdot inner tensordot einsum chain_matmul bilinear conv1d
 conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d multi_head_attention_forward lstm
-gru rnn_tanh rnn_relu cdist grouped_mm scaled_mm
+gru rnn_tanh rnn_relu cdist grouped_mm _grouped_mm scaled_mm
 """
 _TAILS = """
 sigmoid softplus logsigmoid mish elu celu selu expm1 log1p erfinv logaddexp sinc glu expit
+exp2 sinh cosh atanh atan2 logaddexp2 i0e float_power
+sigmoid_ mish_ elu_ celu_ selu_ expm1_ log1p_ erfinv_ sinc_ exp2_ sinh_ cosh_ atanh_ atan2_
 """
 _PLACES = (*_originals.PLACES, _originals.LINALG, _originals.C_NN)
 
@@ -221,13 +238,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     function: handler
     for names, handler in (
         (_PRODUCTS, _torchs),
-        (_TAILS, _refused("torch computes the last elements of a tensor by another formula")),
+        (_TAILS, _tail),
         ("matmul mm bmm __matmul__", _matmul),
         ("__rmatmul__", lambda func, input, other: _matmul(torch.matmul, other, input)),
         ("linear", _linear),
         ("silu", _activation("silu")),
         ("gelu", _activation("gelu")),
         ("rsqrt", _rsqrt),
+        ("pow __pow__", _pow),
         ("softmax", _softmax),
         ("scaled_dot_product_attention", _attention),
         ("dropout", _dropout),

@@ -104,6 +104,9 @@ W = torch.randn(7, 40, generator=torch.Generator().manual_seed(3))
         lambda x: x.softmax(-1),
         lambda x: (x[..., :5] * 3).softmax(dim=-1),
         lambda x: x.bfloat16().abs().add(1).rsqrt(),
+        lambda x: x.bfloat16().abs().add(1) ** -0.5,
+        lambda x: x.pow(2) + x**3,
+        lambda x: (x @ W.t()).mul_(2),
         lambda x: x @ torch.ones(40),
         lambda x: functional.scaled_dot_product_attention(*(x.unsqueeze(1),) * 3),
     ],
@@ -123,6 +126,9 @@ def test_functions_between_layers(function: Callable[[torch.Tensor], torch.Tenso
     ("function", "said"),
     [
         (torch.sigmoid, "sigmoid is not invariant: torch computes the last elements"),
+        (lambda x: torch.sigmoid_(x + 0), "sigmoid_ is not invariant"),
+        (lambda x: x.abs() ** 1.7, "pow.* is not invariant: torch computes the last elements"),
+        (lambda x: x.softmax(0), "softmax is not invariant: only along the last dimension"),
         (lambda x: torch.einsum("bi,ni->bn", x, W), "einsum is not invariant: torch chooses"),
         (lambda x: torch.addmm(torch.ones(7), x, W.t()), "addmm"),
         (functional.dropout, "dropout is not invariant: it draws at random; set its p, 0.5"),
@@ -173,6 +179,11 @@ SQUARES = mixprec.Recipe("squares", E2M1, E2M1, E2M1, **MX32)
             "bf16",
             nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)),
             "1, LSTM: its products are torch's",
+        ),
+        (
+            "bf16",
+            nn.Sequential(nn.Linear(8, 8), nn.GRUCell(8, 8)),
+            "1, GRUCell: its products are torch's",
         ),
     ],
 )
@@ -230,6 +241,7 @@ def test_products_and_their_gradients(
     ):
         torch.testing.assert_close(got, ref, atol=99 * tolerance, rtol=4 * tolerance)
     assert torch.equal(matmul(a[..., :1, :], b), y[..., :1, :])
+    assert not matmul(a, b).mul_(2)._is_view()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

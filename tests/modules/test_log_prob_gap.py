@@ -15,6 +15,13 @@ import mixprec
 SIZE, TOKENS, GENERATED = 96, 24, 10
 
 
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=SIZE, n_embd=64, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
 def make(dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> Any:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
@@ -88,6 +95,14 @@ def test_rounding_explains_another_order_of_sums(
     assert report.begins == ""
     assert [d.name for d in report.hidden] == [*BLOCKS]
     assert "rounding explains it" in str(report)
+
+
+def test_an_invariant_model(tmp_path: Path) -> None:
+    engine(gpt2(), tmp_path / "engine.safetensors")
+    model = mixprec.convert(gpt2(), "bf16", invariant=True)
+    report = mixprec.log_prob_gap(model, tmp_path / "engine.safetensors")
+    assert report.is_explained, str(report)
+    assert mixprec.invariance(model, texts()[0], cases=["each sample alone"]).holds
 
 
 def test_the_engine_may_have_another_precision(tmp_path: Path) -> None:
@@ -182,6 +197,9 @@ def test_lines_of_json(tmp_path: Path) -> None:
     assert report.is_explained
     assert report.largest < 1e-5
     assert report.hidden[0].engine < 1e-7
+    first = {"tokens": rows[0]["tokens"], "log_probs": [None, *rows[0]["log_probs"]]}
+    report = mixprec.log_prob_gap(model, write(tmp_path / "lines.jsonl", first))
+    assert (report.tokens, report.is_explained) == (7, True)
     rows[1]["log_probs"][1] += 0.5
     report = mixprec.log_prob_gap(model, write(tmp_path / "lines.jsonl", *rows))
     assert report.worst == (1, 7)
@@ -198,6 +216,8 @@ def test_lines_of_json(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"tokens": None}, "line 1 of .* must be .*TypeError"),
+        ({"tokens": [1, 2.5]}, "line 1 of .* must be .*tokens must be integers"),
+        ({"tokens": [SIZE] * 9}, "tokens must be those of the model, got 96 to 96"),
         ({"log_probs": []}, "log_probs must be those of the last tokens, at most 8 of 9, got 0"),
         ({"log_probs": [0.0] * 9}, "at most 8 of 9, got 9 in sample 0"),
         ({"hidden_states": {"none": []}}, "named as modules of the model, got 'none'"),
