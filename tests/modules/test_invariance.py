@@ -140,6 +140,11 @@ def test_threads_are_put_back_and_unknown_cases_refused() -> None:
         mixprec.invariance(x, x)  # type: ignore[arg-type]
 
 
+def test_gradients_that_are_rounded_at_random_are_those_of_a_checkpoint() -> None:
+    model = mixprec.convert(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), "mxfp4", invariant=True)
+    assert mixprec.invariance(model, torch.randn(5, 64), cases=["checkpointed gradients"]).holds
+
+
 @pytest.mark.slow
 def test_compiled_code_is_a_case_by_name() -> None:
     model = nn.Sequential(nn.Linear(8, 3), nn.LayerNorm(3)).eval()
