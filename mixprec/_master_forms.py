@@ -83,6 +83,11 @@ def _cut(t: Any, param: Any) -> torch.Tensor:
             chunks = part.chunk(mesh.size(i), placement.dim)
             rank = mesh.get_local_rank(i)
             part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    if part.shape != local(param).shape:
+        raise RuntimeError(
+            f"the FP32 values of a parameter are split over {t.device_mesh}, and the parameter "
+            f"over {mesh}: call cast_parameters after what splits it"
+        )
     return part.contiguous()
 
 

@@ -3,6 +3,7 @@ bits whatever is beside them, as those of layers have on a CPU; or an error."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -151,6 +152,7 @@ def _refused(reason: str) -> Callable[..., Any]:
 
 _torchs = _refused("torch chooses its kernel by the sizes")
 _tail = _refused("torch computes the last elements of a tensor by another formula")
+_across = _refused("only along the last dimension rows are apart")
 
 
 def _activation(kind: str) -> Callable[..., Any]:
@@ -158,8 +160,11 @@ def _activation(kind: str) -> Callable[..., Any]:
         tanh = kwargs.get("approximate") == "tanh"
         if not _is_low(input):
             return func(input, *args, **kwargs)
+        in_place = kwargs.get("inplace", args[0] if args else False)
         with without_modes():
-            return Activation.apply(input, f"{kind}_tanh" if tanh else kind)
+            x = input.clone() if in_place else input
+            y = Activation.apply(x, f"{kind}_tanh" if tanh else kind)
+            return input.copy_(y) if in_place else y
 
     return run
 
@@ -168,22 +173,22 @@ def _rsqrt(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return func(input.float(), *args, **kwargs).to(input.dtype) if _is_low(input) else func(input)
 
 
-def _pow(func: Any, input: Any, exponent: Any) -> Any:
-    if not (_is_low(input) or _is_low(exponent)):
-        return func(input, exponent)
-    if isinstance(exponent, float) and exponent == -0.5:
-        return _rsqrt(torch.rsqrt, input)
+def _pow(func: Any, input: Any, exponent: Any, **options: Any) -> Any:
     is_number = isinstance(exponent, (int, float))  # else a table, as slopes of heads are
     is_exact = not is_number or exponent == 0.5 or exponent % 1 == 0
-    return func(input, exponent) if is_exact else _tail(func, input, exponent)
+    return (func if is_exact else functools.partial(_tail, func))(input, exponent, **options)
+
+
+def _new_pow(func: Any, input: Any, exponent: Any, **options: Any) -> Any:
+    if isinstance(exponent, float) and exponent == -0.5 and not options:
+        return _rsqrt(torch.rsqrt, input)
+    return _pow(func, input, exponent, **options)
 
 
 def _softmax(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[0] if args else None)
     if dim not in (-1, input.dim() - 1):
-        return _refused("only along the last dimension rows are apart")(
-            func, input, *args, **kwargs
-        )
+        return _across(func, input, *args, **kwargs)
     rest = _LEAST - input.shape[-1] if _is_low(input) else 0
     if rest <= 0:
         return func(input, *args, **kwargs)
@@ -224,8 +229,8 @@ gru rnn_tanh rnn_relu cdist grouped_mm _grouped_mm scaled_mm
 _TAILS = """
 sigmoid softplus logsigmoid mish elu celu selu expm1 log1p erfinv logaddexp sinc glu expit
 exp2 sinh cosh atanh atan2 logaddexp2 i0e float_power
-sigmoid_ mish_ elu_ celu_ selu_ expm1_ log1p_ erfinv_ sinc_ exp2_ sinh_ cosh_ atanh_ atan2_
 """
+_IN_PLACE = " ".join(f"{name}_" for name in ("rsqrt", *_TAILS.split()))
 _PLACES = (*_originals.PLACES, _originals.LINALG, _originals.C_NN)
 
 
@@ -238,14 +243,15 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     function: handler
     for names, handler in (
         (_PRODUCTS, _torchs),
-        (_TAILS, _tail),
+        (f"{_TAILS} {_IN_PLACE}", _tail),
         ("matmul mm bmm __matmul__", _matmul),
         ("__rmatmul__", lambda func, input, other: _matmul(torch.matmul, other, input)),
         ("linear", _linear),
         ("silu", _activation("silu")),
         ("gelu", _activation("gelu")),
         ("rsqrt", _rsqrt),
-        ("pow __pow__", _pow),
+        ("pow __pow__", _new_pow),
+        ("pow_ __ipow__", _pow),
         ("softmax", _softmax),
         ("scaled_dot_product_attention", _attention),
         ("dropout", _dropout),

@@ -78,6 +78,12 @@ def test_sampling_and_training_after_steps() -> None:
         optimizer.zero_grad()
 
 
+def written_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 0
+    functional.silu(y, inplace=True)
+    return y
+
+
 class Calls(nn.Module):
     """A layer, then a function of torch."""
 
@@ -107,6 +113,7 @@ W = torch.randn(7, 40, generator=torch.Generator().manual_seed(3))
         lambda x: x.bfloat16().abs().add(1) ** -0.5,
         lambda x: x.pow(2) + x**3,
         lambda x: (x @ W.t()).mul_(2),
+        written_in_place,
         lambda x: x @ torch.ones(40),
         lambda x: functional.scaled_dot_product_attention(*(x.unsqueeze(1),) * 3),
     ],
@@ -127,6 +134,8 @@ def test_functions_between_layers(function: Callable[[torch.Tensor], torch.Tenso
     [
         (torch.sigmoid, "sigmoid is not invariant: torch computes the last elements"),
         (lambda x: torch.sigmoid_(x + 0), "sigmoid_ is not invariant"),
+        (lambda x: x.abs().pow_(-0.5), "pow_ is not invariant"),
+        (lambda x: x.abs().rsqrt_(), "rsqrt_ is not invariant"),
         (lambda x: x.abs() ** 1.7, "pow.* is not invariant: torch computes the last elements"),
         (lambda x: x.softmax(0), "softmax is not invariant: only along the last dimension"),
         (lambda x: torch.einsum("bi,ni->bn", x, W), "einsum is not invariant: torch chooses"),
@@ -147,6 +156,15 @@ def test_other_functions_are_refused_by_name(
         model(torch.randn(3, 40))
     mixprec.convert(model, "bf16")
     model(torch.randn(3, 40))
+
+
+def test_experts_left_to_torch_are_refused() -> None:
+    torch.manual_seed(0)
+    kind = transformers.MixtralForCausalLM
+    model = kind(kind.config_class(**SIZES, **KINDS["MixtralForCausalLM"])).eval()
+    mixprec.convert(model, "bf16", overrides={"*.experts": None}, invariant=True)
+    with pytest.raises(RuntimeError, match="grouped_mm is not invariant"):
+        model(**batch())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -171,6 +171,7 @@ class Bigrams(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(SIZE, 32), nn.Linear(32, SIZE)
+        self.unused = nn.Identity()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(input_ids))
@@ -185,6 +186,31 @@ def line(model: Bigrams, known: int, **more: Any) -> dict[str, Any]:
 def write(file: Path, *rows: Any) -> Path:
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n", "utf-8")
     return file
+
+
+def test_samples_may_have_other_modules(tmp_path: Path) -> None:
+    model = Bigrams()
+    states = model.embed(torch.arange(3, 12))
+    far = {"head": (model.head(states) + 1).tolist()}
+    rows = [line(model, 8, hidden_states=far), line(model, 8, hidden_states={})]
+    rows.append(line(model, 8, hidden_states={"embed": states.tolist()}))
+    report = mixprec.log_prob_gap(model, write(tmp_path / "lines.jsonl", *rows))
+    assert {d.name: d.is_explained for d in report.hidden} == {"head": False, "embed": True}
+    assert report.begins == "head"
+
+
+def test_shapes_of_safetensors(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    good = {"tokens": torch.ones(2, 5, dtype=torch.long), "log_probs": torch.zeros(2, 4)}
+    for wrong in (
+        {"log_probs": torch.zeros(2, 6)},
+        {"log_probs": torch.zeros(1, 4)},
+        {"attention_mask": torch.ones(2, 4)},
+        {"hidden_states.embed": torch.zeros(2, 4, 32)},
+    ):
+        save_file(good | wrong, tmp_path / "engine.safetensors")
+        with pytest.raises(ValueError, match=r"log_probs \[B, N\] with N <= T"):
+            mixprec.log_prob_gap(Bigrams(), tmp_path / "engine.safetensors")
 
 
 def test_lines_of_json(tmp_path: Path) -> None:
@@ -223,6 +249,7 @@ def test_lines_of_json(tmp_path: Path) -> None:
         ({"hidden_states": {"none": []}}, "named as modules of the model, got 'none'"),
         ({"hidden_states": {"embed": [[0.0]]}}, r"embed must be \[9, D\].*got \(1, 1\)"),
         ({"hidden_states": {"embed": [[0.0]] * 9}}, r"embed must be \(9, 32\).*got \(9, 1\)"),
+        ({"hidden_states": {"unused": [[0.0]] * 9}}, "got 'unused', which returned none"),
         ({"log_probs": [None]}, "file must have log-probabilities, got none"),
     ],
 )
